@@ -1,0 +1,1 @@
+"""V-Smooth: grouping of value tokens and the block means."""

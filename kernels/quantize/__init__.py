@@ -1,0 +1,1 @@
+"""From q, k, v to the low-bit operands of an attention kernel."""

@@ -1,0 +1,92 @@
+"""Quantization in plain torch: the specification of the preparation kernels (method, sections 1 and 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import E4M3_MAX, encode_e4m3, nvfp4_scale, positive, quantize_nvfp4
+from ..group.blocks import (
+    BLOCK,
+    ValueBlocks,
+    block_sizes,
+    block_sums,
+    demean,
+    expand_blocks,
+    keep_means,
+    permute_tokens,
+)
+from .operands import Operands4, Operands8, ScaledRows
+from .rotation import rotate
+
+INT8_MAX = 127.0
+
+
+def quantize8(
+    q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, qk_format: str, remove_means: bool
+):
+    """Operands of the 8-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D].
+
+    Args:
+        permutation: [B, H, S_kv] order of keys and values, or None.
+        qk_format: "int8" or "e4m3", one scale per block of 128 tokens.
+        remove_means: whether block means of v are removed.
+    """
+    blocks = split_values(permute_tokens(v, permutation), remove_means)
+    scale = positive(blocks.residual.abs().amax(2, keepdim=True) / E4M3_MAX)
+    return Operands8(
+        q=scaled_rows(rotate(q), qk_format),
+        k=scaled_rows(permute_tokens(smooth_keys(k), permutation), qk_format),
+        residual=encode_e4m3(blocks.residual / scale),
+        residual_scale=scale,
+        means=blocks.means,
+    )
+
+
+def quantize4(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, remove_means: bool):
+    """Operands of the 4-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D]; arguments as in ``quantize8``."""
+    blocks = split_values(permute_tokens(v, permutation), remove_means)
+    queries, q_means = smooth_queries(rotate(q))
+    keys = permute_tokens(smooth_keys(k), permutation)
+    residual = blocks.residual.transpose(2, 3)
+    return Operands4(
+        q=quantize_nvfp4(queries, nvfp4_scale(queries, (2, 3))),
+        k=quantize_nvfp4(keys, nvfp4_scale(keys, (2, 3))),
+        q_means=q_means,
+        k_exact=keys,
+        residual=quantize_nvfp4(residual, nvfp4_scale(residual, (3,))),
+        means=blocks.means,
+    )
+
+
+def split_values(v: Tensor, remove_means: bool) -> ValueBlocks:
+    """Block means and residual of permuted values [B, H, S_kv, D]."""
+    return demean(v) if remove_means else keep_means(v)
+
+
+def smooth_keys(k: Tensor) -> Tensor:
+    """Rotated keys without their mean over tokens; a row of scores loses a constant, which softmax does not see."""
+    k = k.float()
+    return rotate(k - k.mean(2, keepdim=True))
+
+
+def smooth_queries(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries without the mean of each block of 128 rows, and those means [B, H, ceil(S_q / 128), D]."""
+    means = block_sums(q) / block_sizes(q.shape[2], q.device)[:, None]
+    return q - expand_blocks(means, q.shape[2]), means
+
+
+def scaled_rows(x: Tensor, qk_format: str) -> ScaledRows:
+    """8-bit codes of ``x`` [B, H, S, D], one scale per block of 128 tokens."""
+    largest = INT8_MAX if qk_format == "int8" else E4M3_MAX
+    scale = expand_blocks(positive(block_maxima(x) / largest), x.shape[2])
+    ratio = x / scale
+    if qk_format == "int8":
+        return ScaledRows(torch.round(ratio).clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale)
+    return ScaledRows(encode_e4m3(ratio), scale)
+
+
+def block_maxima(x: Tensor) -> Tensor:
+    """[B, H, ceil(S / 128), 1]: largest magnitude in each block of ``x`` [B, H, S, D]."""
+    padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, -x.shape[2] % BLOCK))
+    return padded.unflatten(2, (-1, BLOCK)).amax((3, 4)).unsqueeze(-1)
