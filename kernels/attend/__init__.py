@@ -1,0 +1,1 @@
+"""The attention call: public function, settings, reference and exact oracle."""

@@ -1,0 +1,118 @@
+"""The public attention call and the question whether it would be served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .. import ops
+from ..arch import family
+from ..dispatch import AUTO, choose, implementation_names
+from ..errors import InvalidArgument, UnsupportedCall
+from .settings import check_choice, check_settings, resolve
+from .validation import check_attention
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mode: str = "auto",
+    grouping=None,
+    scale: float | None = None,
+    layout: str = "BHSD",
+    implementation: str = "auto",
+    qk_format: str = "auto",
+    probabilities: str = "auto",
+    demean: bool = True,
+) -> Tensor:
+    """Full, non-causal low-bit attention: ``softmax(scale q k^T) v``. For inference; no gradient is defined.
+
+    Args:
+        q: [B, H, S_q, D] or, with layout "BSHD", [B, S_q, H, D]; bf16, fp16 or fp32; any strides, any length from 1.
+        k, v: the same with S_kv tokens, q's dtype and device.
+        mode: "8-bit", "4-bit" or "auto" (by q's device; 8-bit where the device has no mode of its own).
+        grouping: a Grouping from ``group_values`` for these tokens; None keeps tokens in sequence order.
+        scale: softmax scale, ``D ** -0.5`` by default.
+        layout: "BHSD" or "BSHD", of all three inputs and of the output.
+        implementation: "auto" (a GPU kernel for q's device) or a name; a named one never falls back.
+        qk_format: "int8" or "e4m3" in 8-bit mode; "auto" is int8.
+        probabilities: "expcast" or "exp2" in 8-bit mode; "auto" is ExpCast except on sm_89.
+        demean: remove 128-token block means of v before quantization and restore them from the row sums.
+
+    Returns:
+        Contiguous tensor of q's shape and dtype.
+
+    Raises:
+        InvalidArgument: an argument is wrong in itself.
+        UnsupportedCall: no implementation serves the call, with a reason per implementation.
+    """
+    _check(q, k, v, mode, grouping, scale, layout, implementation, qk_format, probabilities)
+    return ops.call_operator(
+        ops.attention_operator(),
+        q,
+        k,
+        v,
+        None if grouping is None else grouping.permutation,
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        layout,
+        mode,
+        qk_format,
+        probabilities,
+        demean,
+        implementation,
+    )
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a call would be served, and by what. True in a condition when it would.
+
+    Attributes:
+        implementation, mode: what would serve it; None when nothing would.
+        reasons: one sentence per implementation that would not.
+    """
+
+    implementation: str | None
+    mode: str | None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.implementation is not None
+
+    @property
+    def why(self) -> str:
+        """The reasons as one sentence; empty when the call is served."""
+        return "; ".join(
+            reason if name == AUTO else f"{name} {reason}" for name, reason in self.reasons.items()
+        )
+
+
+def support(
+    q: Tensor, k: Tensor, v: Tensor, *, mode: str = "auto", implementation: str = "auto", layout: str = "BHSD"
+) -> Support:
+    """Ask whether ``attention`` would serve a call. Looks at shapes, dtypes and devices, not at values.
+
+    Raises:
+        InvalidArgument: mode, implementation or layout is not one of the choices. Tensors never raise.
+    """
+    check_settings(mode, AUTO, AUTO)
+    check_choice("implementation", implementation, implementation_names())
+    try:
+        check_attention(q, k, v, layout, None, None)
+        name = family(q.device)
+        settings = resolve(mode, AUTO, AUTO, True, name)
+        row = choose(ops.describe(q, settings, name), implementation)
+    except InvalidArgument as error:
+        return Support(None, None, {AUTO: str(error)})
+    except UnsupportedCall as error:
+        return Support(None, None, error.reasons)
+    return Support(row.name, settings.mode)
+
+
+def _check(q, k, v, mode, grouping, scale, layout, implementation, qk_format, probabilities) -> None:
+    check_settings(mode, qk_format, probabilities)
+    check_choice("implementation", implementation, implementation_names())
+    check_attention(q, k, v, layout, scale, grouping)

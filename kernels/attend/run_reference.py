@@ -1,0 +1,47 @@
+"""The reference implementation of the attention call: quantize, then the tile-by-tile recurrence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..arch import EIGHT_BIT
+from ..errors import UnsupportedCall
+from ..quantize.reference import quantize4, quantize8
+from .reference import attend4, attend8
+from .settings import Settings
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, scale: float, settings: Settings
+) -> Tensor:
+    """Attention of q [B, H, S_q, D] and k, v [B, H, S_kv, D] (any strides): [B, H, S_q, D] in q's dtype.
+
+    Raises:
+        UnsupportedCall: q, k or v holds NaN or infinity, or numbers too large to quantize in float32.
+    """
+    require_finite({"q": q, "k": k, "v": v})
+    operands = quantize(q, k, v, permutation, settings)
+    if settings.mode == EIGHT_BIT:
+        output = attend8(operands, scale, settings.probabilities)
+    else:
+        output = attend4(operands, scale)
+    if not bool(torch.isfinite(output).all()):
+        raise UnsupportedCall(
+            {"reference": "q, k or v holds numbers too large for low-bit scales in float32"}
+        )
+    return output.to(q.dtype)
+
+
+def quantize(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, settings: Settings):
+    """Operands of the call in its mode: Operands8 or Operands4."""
+    if settings.mode == EIGHT_BIT:
+        return quantize8(q, k, v, permutation, settings.qk_format, settings.demean)
+    return quantize4(q, k, v, permutation, settings.demean)
+
+
+def require_finite(tensors: dict[str, Tensor]) -> None:
+    """Raise UnsupportedCall naming the first tensor with NaN or infinity: a shared scale would spread it."""
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UnsupportedCall({"reference": f"{name} holds NaN or infinity"})

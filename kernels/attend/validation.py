@@ -1,0 +1,88 @@
+"""What a caller may pass: the one place that checks tensors of a public call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidArgument
+from .settings import LAYOUTS, check_choice
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float | None, grouping) -> None:
+    """Raise InvalidArgument unless q, k, v (and the grouping) belong to one attention call in ``layout``."""
+    check_choice("layout", layout, LAYOUTS)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor, layout)
+    batch, heads, _, head_dim = _sizes(q, layout)
+    _check_against_q("k", k, q, layout, (batch, heads, None, head_dim))
+    tokens = _sizes(k, layout)[2]
+    _check_against_q("v", v, q, layout, (batch, heads, tokens, head_dim))
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise InvalidArgument(f"scale must be a finite number or None, got {scale!r}")
+    if grouping is not None:
+        _check_grouping(grouping, (batch, heads, tokens), v.device)
+
+
+def check_tensor(name: str, tensor, layout: str) -> None:
+    """Raise InvalidArgument unless ``tensor`` is a four-dimensional, non-empty tensor of a supported dtype."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.ndim != 4:
+        raise InvalidArgument(f"{name} must have shape {_shape_text(layout)}, got {tuple(tensor.shape)}")
+    if 0 in tensor.shape:
+        raise InvalidArgument(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(_dtype_text(dtype) for dtype in DTYPES)
+        raise InvalidArgument(f"{name} must have dtype {names}, got {_dtype_text(tensor.dtype)}")
+
+
+def _check_against_q(name: str, tensor: Tensor, q: Tensor, layout: str, expected) -> None:
+    sizes = _sizes(tensor, layout)
+    if any(want is not None and want != have for want, have in zip(expected, sizes, strict=True)):
+        wanted = _in_layout(tuple("*" if want is None else str(want) for want in expected), layout)
+        raise InvalidArgument(
+            f"{name} must have shape {_shape_text(layout)} = [{', '.join(wanted)}], got {tuple(tensor.shape)}"
+        )
+    if tensor.dtype != q.dtype:
+        raise InvalidArgument(
+            f"{name} must have q's dtype {_dtype_text(q.dtype)}, got {_dtype_text(tensor.dtype)}"
+        )
+    if tensor.device != q.device:
+        raise InvalidArgument(f"{name} must be on q's device {q.device}, got {tensor.device}")
+
+
+def _check_grouping(grouping, expected: tuple[int, int, int], device) -> None:
+    permutation = getattr(grouping, "permutation", None)
+    if not isinstance(permutation, Tensor):
+        raise InvalidArgument(
+            f"grouping must be a Grouping from group_values or None, got {type(grouping).__name__}"
+        )
+    if tuple(permutation.shape) != expected:
+        raise InvalidArgument(
+            f"grouping must be for [B, H, S_kv] = {list(expected)}, got one for {list(permutation.shape)}"
+        )
+    if permutation.device != device:
+        raise InvalidArgument(f"grouping must be on v's device {device}, got {permutation.device}")
+
+
+def _sizes(tensor: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """(B, H, S, D) of a tensor in ``layout``."""
+    return _in_layout(tuple(tensor.shape), layout)
+
+
+def _in_layout(four: tuple, layout: str) -> tuple:
+    """Swap the middle two for BSHD; its own inverse."""
+    return four if layout == "BHSD" else (four[0], four[2], four[1], four[3])
+
+
+def _shape_text(layout: str) -> str:
+    return "[B, H, S, D]" if layout == "BHSD" else "[B, S, H, D]"
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,107 @@
+"""The torch operators behind the public functions: opaque to torch.compile, with fakes for its tracing.
+
+Operators are process-wide, and two copies of this package may be loaded (the ComfyUI pack and the pip package).
+The first copy of a version registers them; a second copy of the same version calls those.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .arch import family
+from .attend.settings import Settings, resolve
+from .dispatch import Call, choose
+from .errors import UnsupportedCall
+
+NAMESPACE = "vc_attention_0_1"  # changes with every change of a schema or of what an operator computes
+
+ATTENTION_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? permutation, float scale, str layout, str mode, str qk_format,"
+    " str probabilities, bool demean, str implementation) -> Tensor"
+)
+GROUP_SCHEMA = "(Tensor v, Tensor? centroids, int clusters, int iterations, str layout, str implementation) -> (Tensor, Tensor)"
+
+
+def attention_operator():
+    """The attention operator, registered on first use."""
+    _register()
+    return getattr(torch.ops, NAMESPACE).attention.default
+
+
+def group_operator():
+    """The grouping operator, registered on first use."""
+    _register()
+    return getattr(torch.ops, NAMESPACE).group_values.default
+
+
+def call_operator(operator, *args):
+    """Call an operator; an UnsupportedCall of another copy of this package becomes ours."""
+    try:
+        return operator(*args)
+    except NotImplementedError as error:
+        reasons = getattr(error, "reasons", None)
+        if reasons is None or isinstance(error, UnsupportedCall):
+            raise
+        raise UnsupportedCall(reasons) from error
+
+
+@cache
+def _register() -> None:
+    namespace = getattr(torch.ops, NAMESPACE)
+    if not hasattr(namespace, "attention"):
+        operator = torch.library.custom_op(
+            f"{NAMESPACE}::attention", _attention, mutates_args=(), schema=ATTENTION_SCHEMA
+        )
+        operator.register_fake(_attention_fake)
+    if not hasattr(namespace, "group_values"):
+        operator = torch.library.custom_op(
+            f"{NAMESPACE}::group_values", _group_values, mutates_args=(), schema=GROUP_SCHEMA
+        )
+        operator.register_fake(_group_values_fake)
+
+
+def _attention(
+    q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation
+) -> Tensor:
+    name = family(q.device)
+    settings = resolve(mode, qk_format, probabilities, demean, name)
+    row = choose(describe(q, settings, name), implementation)
+    run = row.load()
+    output = run(*(to_bhsd(x, layout) for x in (q, k, v)), permutation, scale, settings)
+    return to_bhsd(output, layout).contiguous()
+
+
+def _attention_fake(
+    q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation
+):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _group_values(v, centroids, clusters, iterations, layout, implementation) -> tuple[Tensor, Tensor]:
+    from .group.reference import group_reference
+
+    if not bool(torch.isfinite(v).all()):
+        raise UnsupportedCall({"reference": "v holds NaN or infinity"})
+    return group_reference(to_bhsd(v, layout), centroids, clusters, iterations)
+
+
+def _group_values_fake(v, centroids, clusters, iterations, layout, implementation):
+    batch, heads, tokens, head_dim = to_bhsd(v, layout).shape
+    if centroids is not None:
+        clusters = centroids.shape[2]
+    permutation = v.new_empty((batch, heads, tokens), dtype=torch.int32)
+    return permutation, v.new_empty((batch, heads, clusters, head_dim), dtype=torch.float32)
+
+
+def describe(q: Tensor, settings: Settings, family_name: str) -> Call:
+    """The facts about a call that decide which implementation serves it."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Call(family=family_name, mode=settings.mode, dtype=dtype, head_dim=q.shape[-1])
+
+
+def to_bhsd(x: Tensor, layout: str) -> Tensor:
+    """A view with the middle dimensions swapped for BSHD; its own inverse."""
+    return x if layout == "BHSD" else x.transpose(1, 2)
