@@ -22,7 +22,9 @@ ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? permutation, float scale, str layout, str mode, str qk_format,"
     " str probabilities, bool demean, str implementation) -> Tensor"
 )
-GROUP_SCHEMA = "(Tensor v, Tensor? centroids, int clusters, int iterations, str layout, str implementation) -> (Tensor, Tensor)"
+GROUP_SCHEMA = (
+    "(Tensor v, Tensor? centroids, int clusters, int iterations, str layout, str implementation) -> (Tensor, Tensor)"
+)
 
 
 def attention_operator():
@@ -63,9 +65,7 @@ def _register() -> None:
         operator.register_fake(_group_values_fake)
 
 
-def _attention(
-    q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation
-) -> Tensor:
+def _attention(q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation) -> Tensor:
     name = family(q.device)
     settings = resolve(mode, qk_format, probabilities, demean, name)
     row = choose(describe(q, settings, name), implementation)
@@ -74,9 +74,7 @@ def _attention(
     return to_bhsd(output, layout).contiguous()
 
 
-def _attention_fake(
-    q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation
-):
+def _attention_fake(q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 

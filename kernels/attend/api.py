@@ -85,9 +85,7 @@ class Support:
     @property
     def why(self) -> str:
         """The reasons as one sentence; empty when the call is served."""
-        return "; ".join(
-            reason if name == AUTO else f"{name} {reason}" for name, reason in self.reasons.items()
-        )
+        return "; ".join(reason if name == AUTO else f"{name} {reason}" for name, reason in self.reasons.items())
 
 
 def support(

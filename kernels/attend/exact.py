@@ -17,7 +17,5 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     keys = k.double().transpose(2, 3)
     values = v.double()
-    chunks = [
-        torch.softmax(rows.double() @ keys * scale, -1) @ values for rows in q.split(ROWS_PER_PASS, dim=2)
-    ]
+    chunks = [torch.softmax(rows.double() @ keys * scale, -1) @ values for rows in q.split(ROWS_PER_PASS, dim=2)]
     return torch.cat(chunks, dim=2)

@@ -62,7 +62,7 @@ class _RowState:
         self.mean_part = self.mean_part * alpha
 
     def add(self, probabilities: Tensor, row_sum: Tensor, residual: Tensor, mean: Tensor) -> None:
-        """Take in one tile: probabilities [.., BLOCK], row_sum [.., 1], residual [B, H, BLOCK, D], mean [B, H, 1, D]."""
+        """Take in a tile: probabilities [.., BLOCK], row_sum [.., 1], residual [B, H, BLOCK, D], mean [B, H, 1, D]."""
         self.row_sum = self.row_sum + row_sum
         self.output = self.output + probabilities @ residual
         self.mean_part = self.mean_part + row_sum * mean

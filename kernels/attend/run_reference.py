@@ -12,9 +12,7 @@ from .reference import attend4, attend8
 from .settings import Settings
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, scale: float, settings: Settings
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, scale: float, settings: Settings) -> Tensor:
     """Attention of q [B, H, S_q, D] and k, v [B, H, S_kv, D] (any strides): [B, H, S_q, D] in q's dtype.
 
     Raises:
@@ -27,9 +25,7 @@ def run(
     else:
         output = attend4(operands, scale)
     if not bool(torch.isfinite(output).all()):
-        raise UnsupportedCall(
-            {"reference": "q, k or v holds numbers too large for low-bit scales in float32"}
-        )
+        raise UnsupportedCall({"reference": "q, k or v holds numbers too large for low-bit scales in float32"})
     return output.to(q.dtype)
 
 

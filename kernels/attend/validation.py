@@ -49,9 +49,7 @@ def _check_against_q(name: str, tensor: Tensor, q: Tensor, layout: str, expected
             f"{name} must have shape {_shape_text(layout)} = [{', '.join(wanted)}], got {tuple(tensor.shape)}"
         )
     if tensor.dtype != q.dtype:
-        raise InvalidArgument(
-            f"{name} must have q's dtype {_dtype_text(q.dtype)}, got {_dtype_text(tensor.dtype)}"
-        )
+        raise InvalidArgument(f"{name} must have q's dtype {_dtype_text(q.dtype)}, got {_dtype_text(tensor.dtype)}")
     if tensor.device != q.device:
         raise InvalidArgument(f"{name} must be on q's device {q.device}, got {tensor.device}")
 
@@ -59,9 +57,7 @@ def _check_against_q(name: str, tensor: Tensor, q: Tensor, layout: str, expected
 def _check_grouping(grouping, expected: tuple[int, int, int], device) -> None:
     permutation = getattr(grouping, "permutation", None)
     if not isinstance(permutation, Tensor):
-        raise InvalidArgument(
-            f"grouping must be a Grouping from group_values or None, got {type(grouping).__name__}"
-        )
+        raise InvalidArgument(f"grouping must be a Grouping from group_values or None, got {type(grouping).__name__}")
     if tuple(permutation.shape) != expected:
         raise InvalidArgument(
             f"grouping must be for [B, H, S_kv] = {list(expected)}, got one for {list(permutation.shape)}"

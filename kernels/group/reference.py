@@ -12,9 +12,7 @@ from torch import Tensor
 TOKENS_PER_PASS = 16384  # bounds the [tokens, clusters] distance matrix
 
 
-def group_reference(
-    v: Tensor, centroids: Tensor | None, clusters: int, iterations: int
-) -> tuple[Tensor, Tensor]:
+def group_reference(v: Tensor, centroids: Tensor | None, clusters: int, iterations: int) -> tuple[Tensor, Tensor]:
     """Group value tokens.
 
     Args:
@@ -24,7 +22,7 @@ def group_reference(
         iterations: centroid updates, 0 or more; the assignment after the last update is the result.
 
     Returns:
-        permutation [B, H, S] int32 (``v[permutation]`` is sorted by cluster, stable) and centroids [B, H, C, D] float32.
+        permutation [B, H, S] int32 (``v[permutation]`` is sorted by cluster, stable), centroids [B, H, C, D] float32.
     """
     batch, heads, tokens, head_dim = v.shape
     rows = v.reshape(batch * heads, tokens, head_dim)

@@ -22,9 +22,7 @@ from .rotation import rotate
 INT8_MAX = 127.0
 
 
-def quantize8(
-    q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, qk_format: str, remove_means: bool
-):
+def quantize8(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, qk_format: str, remove_means: bool):
     """Operands of the 8-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D].
 
     Args:
