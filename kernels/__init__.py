@@ -16,6 +16,7 @@ _HOME = {
     "GroupingPolicy": ".schedule",
     "Schedule": ".schedule",
     "family": ".arch",
+    "implementation_names": ".dispatch",
 }
 
 __all__ = sorted(_HOME)

@@ -1,0 +1,130 @@
+"""ComfyUI's attention override: the calls that are ours go to ``vc_attention``, all others where they went before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..kernels import InvalidArgument, UnsupportedCall, attention, support
+from .accept import OUTSIDE_FORWARD, Reason, failed, unserved, why_not, why_not_here
+from .call import AttentionCall, comfy_output, operands, read_call
+from .groupings import grouping_for
+from .position import Forward, Layer
+from .run_state import FORWARD_KEY, RUN_KEY, RunState
+
+log = logging.getLogger("VC Attention")
+
+TOKEN_ATTRIBUTE = "vc_attention_token"
+PREVIOUS_ATTRIBUTE = "vc_attention_previous"
+
+
+def make_override(token: str, previous: Callable | None) -> Callable:
+    """An override for one patched model; keeps nothing but the override that was there before.
+
+    It acts only in runs started for its own token: a copy of the node further up the chain stays silent even where
+    a foreign override between the two still calls it.
+    """
+
+    def vc_attention_override(func, *args, **kwargs):
+        run = (kwargs.get("transformer_options") or {}).get(RUN_KEY)
+        if getattr(run, "token", None) == token:
+            reason, output = _serve(run, args, kwargs)
+            if reason is None:
+                return output
+            run.count_declined(reason, _name(previous or func))
+        if previous is not None:
+            return previous(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    override = _untraced(vc_attention_override)
+    setattr(override, TOKEN_ATTRIBUTE, token)
+    setattr(override, PREVIOUS_ATTRIBUTE, previous)
+    return override
+
+
+def is_ours(override: Callable | None) -> bool:
+    return hasattr(override, PREVIOUS_ATTRIBUTE)
+
+
+def foreign(override: Callable | None) -> Callable | None:
+    """The override below any of ours."""
+    while is_ours(override):
+        override = getattr(override, PREVIOUS_ATTRIBUTE)
+    return override
+
+
+def _untraced(function: Callable) -> Callable:
+    """torch.compile breaks its graph here instead of freezing this step's decisions into it."""
+    try:
+        return torch.compiler.disable(function)
+    except Exception:
+        log.debug("torch.compile is not usable in this installation", exc_info=True)
+        return function
+
+
+def _serve(run: RunState, args: tuple, kwargs: dict) -> tuple[Reason | None, Tensor | None]:
+    """Do the call, or say why not. Only what ComfyUI itself acts on, an interrupt or lack of memory, passes through."""
+    try:
+        return _try_to_serve(run, args, kwargs)
+    except (InvalidArgument, UnsupportedCall) as error:
+        return unserved(str(error)), None
+    except Exception as error:
+        if _is_out_of_memory(error):
+            raise
+        reason = failed(f"{type(error).__name__}: {error}")
+        if run.switch_off(reason):
+            log.exception("VC Attention failed; the rest of this render does without it")
+        return reason, None
+
+
+def _try_to_serve(run: RunState, args: tuple, kwargs: dict) -> tuple[Reason | None, Tensor | None]:
+    options = kwargs["transformer_options"]
+    call = read_call(args, kwargs)
+    reason = why_not(call, run.settings)
+    if reason is not None:
+        return reason, None
+    forward = options.get(FORWARD_KEY)
+    if forward is None:
+        return OUTSIDE_FORWARD, None
+    layer = forward.next_layer(options)
+    run.count_block(layer)
+    reason = why_not_here(run.settings, forward.position, layer) or run.switched_off
+    if reason is not None:
+        return reason, None
+    return _accelerate(run, forward, layer, call, options)
+
+
+def _accelerate(
+    run: RunState, forward: Forward, layer: Layer, call: AttentionCall, options: dict
+) -> tuple[Reason | None, Tensor | None]:
+    settings = run.settings
+    q, k, v, layout = operands(call)
+    served = support(q, k, v, mode=settings.mode, implementation=settings.implementation, layout=layout)
+    if not served:
+        return unserved(served.why), None
+    with run.stopwatch.measure(q.device):
+        output = attention(
+            q,
+            k,
+            v,
+            mode=settings.mode,
+            grouping=grouping_for(run, forward, layer, call, options, v, layout),
+            scale=call.scale,
+            layout=layout,
+            implementation=settings.implementation,
+        )
+    output = comfy_output(call, output, layout)
+    run.count_accelerated(layer, served.mode, served.implementation)
+    return None, output
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """ComfyUI makes room and tries again, or tells the user; hiding it would break both."""
+    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)

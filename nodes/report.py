@@ -1,0 +1,103 @@
+"""What a run did, said once in the log and once on the node."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from .accept import Reason
+from .run_state import RunState, Tally
+
+log = logging.getLogger("VC Attention")
+
+MOST_REASONS = 4
+
+
+def report(run: RunState, replaced_by: str | None, completed: bool, node_id: str | None) -> None:
+    """One log line and one text on the node. A finished render without an accelerated call is a warning."""
+    lines = summary(run, replaced_by, completed)
+    idle = completed and run.tally.accelerated == 0
+    node = "" if node_id is None else f" (node {node_id})"
+    log.log(logging.WARNING if idle else logging.INFO, "VC Attention%s: %s", node, "; ".join(lines))
+    _show_on_node("\n".join(lines), node_id)
+
+
+def summary(run: RunState, replaced_by: str | None, completed: bool) -> list[str]:
+    """The parts of the report, most important first."""
+    tally = run.tally
+    lines = [_idle(tally, replaced_by, completed)] if tally.accelerated == 0 else [_active(tally)]
+    if tally.declined:
+        lines.append(_declined(tally))
+    if tally.accelerated:
+        lines.append(_regrouped(run))
+        if completed:
+            lines.append(_time(run))
+    if not completed:
+        lines.append("the render stopped early")
+    return lines
+
+
+def _active(tally: Tally) -> str:
+    served = " and ".join(f"{mode} ({implementation})" for mode, implementation in sorted(tally.served_by))
+    return (
+        f"{served}, {len(tally.blocks)} of {len(tally.blocks_seen)} blocks, "
+        f"{tally.accelerated} of {tally.calls} attention calls"
+    )
+
+
+def _idle(tally: Tally, replaced_by: str | None, completed: bool) -> str:
+    if not completed and not tally.calls:
+        return "no attention call was finished"
+    return f"ACTIVE ON 0 % OF CALLS (0 of {tally.calls}): {_likely_cause(tally, replaced_by)}"
+
+
+def _likely_cause(tally: Tally, replaced_by: str | None) -> str:
+    if tally.declined:
+        reason = max(tally.declined.items(), key=lambda item: (item[0].rank, item[1]))[0]
+        return reason.text if reason.rank > 1 else f"calls were {reason.text}"
+    if replaced_by is not None:
+        return (
+            f"another node after VC Attention Patch replaced the attention (from {replaced_by}); "
+            "put VC Attention Patch last, directly before the sampler"
+        )
+    return "this model's attention did not pass through ComfyUI's attention hook, or the model was not evaluated"
+
+
+def _declined(tally: Tally) -> str:
+    others = " and ".join(name for name, _ in tally.fallbacks.most_common(2))
+    reasons: list[tuple[Reason, int]] = tally.declined.most_common()
+    texts = [f"{reason.text} ({count})" for reason, count in reasons[:MOST_REASONS]]
+    rest = sum(count for _, count in reasons[MOST_REASONS:])
+    if rest:
+        texts.append(f"other reasons ({rest})")
+    return f"{tally.declined.total()} left to {others}: {', '.join(texts)}"
+
+
+def _regrouped(run: RunState) -> str:
+    steps = sorted(run.tally.regrouped)
+    if steps:
+        count = run.tally.regrouped.total()
+        named = ", ".join(str(step + 1) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
+        plural = "s" if len(steps) > 1 else ""
+        return f"values grouped {count} times, in step{plural} {named} of {run.schedule.steps}"
+    if run.settings.grouping_window == 0.0:
+        return "values not grouped (grouping_window is 0)"
+    return "values not grouped (no accelerated step of this sampler lies inside grouping_window)"
+
+
+def _time(run: RunState) -> str:
+    attention = run.stopwatch.seconds()
+    total = time.perf_counter() - run.started
+    return f"accelerated attention took {attention:.1f} s of {total:.1f} s"
+
+
+def _show_on_node(text: str, node_id: str | None) -> None:
+    """Under the node in the browser; nothing where ComfyUI runs without its server."""
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    if server is None or node_id is None:
+        return
+    try:
+        server.send_progress_text(text, node_id)
+    except Exception:
+        log.debug("the node's text could not be shown", exc_info=True)

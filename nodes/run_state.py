@@ -1,0 +1,107 @@
+"""Everything one sampling run needs and leaves: made when sampling starts, emptied when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from ..kernels import Grouping, GroupingPolicy, Schedule
+from .accept import Reason
+from .position import Forward, Layer, Position, locate
+from .settings import Settings
+from .timing import Stopwatch
+
+RUN_KEY = "vc_attention_run"
+FORWARD_KEY = "vc_attention_forward"
+
+
+@dataclass(frozen=True)
+class HeldGrouping:
+    """A grouping and the step it was made in."""
+
+    grouping: Grouping
+    step: int
+
+
+class RunState:
+    """State of one sampling run; ComfyUI hands it to every attention call by reference.
+
+    With several GPUs, threads share it: groupings are keyed by device, counters change under a lock.
+    """
+
+    def __init__(self, token: str, settings: Settings, schedule: Schedule):
+        self.token = token
+        self.settings = settings
+        self.schedule = schedule
+        self.policy = GroupingPolicy(settings.grouping_window, settings.refresh_interval)
+        self.groupings: dict[tuple, HeldGrouping] = {}
+        self.stopwatch = Stopwatch()
+        self.tally = Tally()
+        self.switched_off: Reason | None = None
+        self.started: float | None = None
+        self._located: tuple | None = None
+        self._lock = threading.Lock()
+
+    def begin_forward(self, sigma) -> Forward:
+        """A new evaluation of the model at one noise level (a tensor; all its rows are equal)."""
+        if self.started is None:
+            self.started = time.perf_counter()
+        return Forward(self._position(sigma))
+
+    def _position(self, sigma) -> Position:
+        """The tensor's value is fetched from the GPU once per model evaluation: its forwards share the tensor."""
+        located = self._located
+        if located is None or located[0] is not sigma:
+            located = (sigma, locate(self.schedule, self.settings, float(sigma.reshape(-1)[0])))
+            self._located = located
+        return located[1]
+
+    def count_declined(self, reason: Reason, attention: str) -> None:
+        with self._lock:
+            self.tally.declined[reason] += 1
+            self.tally.fallbacks[attention] += 1
+
+    def count_accelerated(self, layer: Layer, mode: str, implementation: str) -> None:
+        with self._lock:
+            self.tally.accelerated += 1
+            self.tally.blocks.add((layer.block_type, layer.block))
+            self.tally.served_by.add((mode, implementation))
+
+    def count_block(self, layer: Layer) -> None:
+        with self._lock:
+            self.tally.blocks_seen.add((layer.block_type, layer.block))
+
+    def count_regrouped(self, step: int) -> None:
+        with self._lock:
+            self.tally.regrouped[step] += 1
+
+    def switch_off(self, reason: Reason) -> bool:
+        """Accelerate nothing more in this run. True the first time."""
+        with self._lock:
+            first = self.switched_off is None
+            self.switched_off = self.switched_off or reason
+        return first
+
+    def free(self) -> None:
+        """Let go of every tensor."""
+        self.groupings.clear()
+        self._located = None
+
+
+class Tally:
+    """What happened to the attention calls of a run."""
+
+    def __init__(self):
+        self.accelerated = 0
+        self.declined: Counter[Reason] = Counter()
+        self.fallbacks: Counter[str] = Counter()
+        self.blocks: set[tuple] = set()
+        self.blocks_seen: set[tuple] = set()
+        self.served_by: set[tuple[str, str]] = set()
+        self.regrouped: Counter[int] = Counter()
+
+    @property
+    def calls(self) -> int:
+        return self.accelerated + self.declined.total()
