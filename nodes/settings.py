@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from ..kernels import implementation_names
+
 MODES = ("auto", "8-bit", "4-bit", "off")
 IMPLEMENTATIONS = implementation_names()
 # A first guess, to be replaced by a measured crossover per GPU: preparing the operands is linear in the length, what
