@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from .arch import MODES, family_row, why_no_mode
-from .errors import UnsupportedCall
+from .arch import EIGHT_BIT, MODES, family_row, why_no_mode
+from .errors import InvalidArgument, UnsupportedCall
 
 AUTO = "auto"
 
@@ -26,20 +26,22 @@ class Implementation:
         families: hardware families it runs on, or None for every one.
         modes: "8-bit", "4-bit" or both.
         dtypes: names of input dtypes.
-        max_head_dim: largest head dimension.
+        head_dims: smallest and largest head dimension.
         automatic: whether ``auto`` may choose it.
         entry: "module:function" inside this package, loaded on first use.
         status: what has been seen of it, for the documentation.
+        readiness: "module:function" that answers for one device and dtype why it cannot run there; empty: it can.
     """
 
     name: str
     families: tuple[str, ...] | None
     modes: tuple[str, ...]
     dtypes: tuple[str, ...]
-    max_head_dim: int
+    head_dims: tuple[int, int]
     automatic: bool
     entry: str
     status: str
+    readiness: str = ""
 
     def refusal(self, call: Call) -> str | None:
         """Why this implementation does not serve the call; None if it does."""
@@ -49,14 +51,24 @@ class Implementation:
             return f"has no {call.mode} mode"
         if call.dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {call.dtype}"
-        if call.head_dim > self.max_head_dim:
-            return f"serves head_dim up to {self.max_head_dim}, not {call.head_dim}"
+        smallest, largest = self.head_dims
+        if not smallest <= call.head_dim <= largest:
+            span = f"{largest}" if smallest == largest else f"from {smallest} to {largest}"
+            return f"serves head_dim {span}, not {call.head_dim}"
         return None
 
     def load(self) -> Callable:
         """The function behind ``entry``."""
-        module, _, function = self.entry.partition(":")
-        return getattr(import_module(module, __package__), function)
+        return _load(self.entry)
+
+    def unavailable(self, device, dtype: str) -> str | None:
+        """Why it cannot run on this machine; None if it can. The first question may compile and test a kernel."""
+        return _load(self.readiness)(device, dtype) if self.readiness else None
+
+
+def _load(place: str) -> Callable:
+    module, _, function = place.partition(":")
+    return getattr(import_module(module, __package__), function)
 
 
 @dataclass(frozen=True)
@@ -71,14 +83,25 @@ class Call:
 
 IMPLEMENTATIONS = (
     Implementation(
+        name="cuda",
+        families=("sm_90",),
+        modes=(EIGHT_BIT,),
+        dtypes=("bfloat16", "float16"),
+        head_dims=(128, 128),
+        automatic=True,
+        entry=".attend.run_cuda:run",
+        status="run on an H200",
+        readiness=".guard:why_cuda_is_unavailable",
+    ),
+    Implementation(
         name="reference",
         families=None,
         modes=MODES,
         dtypes=("bfloat16", "float16", "float32"),
-        max_head_dim=256,
+        head_dims=(1, 256),
         automatic=False,
         entry=".attend.run_reference:run",
-        status="run on hardware",
+        status="run on CPUs and an H200",
     ),
 )
 
@@ -88,17 +111,24 @@ def implementation_names() -> tuple[str, ...]:
     return (AUTO, *(row.name for row in IMPLEMENTATIONS))
 
 
-def choose(call: Call, name: str = AUTO) -> Implementation:
-    """The implementation for a call; raises UnsupportedCall with a reason per implementation asked."""
+def choose(call: Call, name: str = AUTO, device=None) -> Implementation:
+    """The implementation for a call; raises UnsupportedCall with a reason per implementation asked.
+
+    With a ``device`` (torch.device) an implementation must also be able to run there.
+    """
+    if name not in implementation_names():
+        raise InvalidArgument(f"implementation must be one of {', '.join(implementation_names())}, got {name!r}")
     candidates = [row for row in IMPLEMENTATIONS if (row.automatic if name == AUTO else row.name == name)]
     reasons = {}
     for row in candidates:
         refusal = row.refusal(call)
+        if refusal is None and device is not None:
+            refusal = row.unavailable(device, call.dtype)
         if refusal is None:
             return row
         reasons[row.name] = refusal
     if name == AUTO and not any(_is_for_family(row, call.family) for row in candidates):
-        reasons = {AUTO: why_no_kernel(call.family), **reasons}
+        reasons = {AUTO: why_no_kernel(call.family)}
     raise UnsupportedCall(reasons)
 
 

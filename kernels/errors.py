@@ -15,3 +15,15 @@ class UnsupportedCall(NotImplementedError):
     def __init__(self, reasons: dict[str, str]):
         self.reasons = dict(reasons)
         super().__init__("; ".join(f"{name}: {reason}" for name, reason in self.reasons.items()))
+
+
+class KernelUnavailable(RuntimeError):
+    """A GPU kernel cannot be used here.
+
+    Attributes:
+        reason: one plain sentence for the user.
+    """
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        super().__init__(reason)

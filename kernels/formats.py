@@ -80,10 +80,14 @@ class NVFP4:
     group_scales: Tensor
     scale: Tensor
 
+    def numbers(self) -> Tensor:
+        """float32 [..., N]: the values before the FP32 scale, exact."""
+        scales = decode_e4m3(self.group_scales).repeat_interleave(NVFP4_GROUP, dim=-1)
+        return decode_e2m1(self.codes) * scales[..., : self.codes.shape[-1]]
+
     def dequantize(self) -> Tensor:
         """float32 [..., N]."""
-        scales = decode_e4m3(self.group_scales).repeat_interleave(NVFP4_GROUP, dim=-1)
-        return decode_e2m1(self.codes) * scales[..., : self.codes.shape[-1]] * self.scale
+        return self.numbers() * self.scale
 
 
 def group_maxima(x: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
 """The torch operators behind the public functions: opaque to torch.compile, with fakes for its tracing.
 
 Operators are process-wide, and two copies of this package may be loaded (the ComfyUI pack and the pip package).
-The first copy of a version registers them; a second copy of the same version calls those.
+The first copy of a version registers them when this module is imported, which is when a public function is first
+asked for; a second copy of the same version calls those.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,18 +26,6 @@ GROUP_SCHEMA = (
 )
 
 
-def attention_operator():
-    """The attention operator, registered on first use."""
-    _register()
-    return getattr(torch.ops, NAMESPACE).attention.default
-
-
-def group_operator():
-    """The grouping operator, registered on first use."""
-    _register()
-    return getattr(torch.ops, NAMESPACE).group_values.default
-
-
 def call_operator(operator, *args):
     """Call an operator; an UnsupportedCall of another copy of this package becomes ours."""
     try:
@@ -50,40 +37,30 @@ def call_operator(operator, *args):
         raise UnsupportedCall(reasons) from error
 
 
-@cache
-def _register() -> None:
-    namespace = getattr(torch.ops, NAMESPACE)
-    if not hasattr(namespace, "attention"):
-        operator = torch.library.custom_op(
-            f"{NAMESPACE}::attention", _attention, mutates_args=(), schema=ATTENTION_SCHEMA
-        )
-        operator.register_fake(_attention_fake)
-    if not hasattr(namespace, "group_values"):
-        operator = torch.library.custom_op(
-            f"{NAMESPACE}::group_values", _group_values, mutates_args=(), schema=GROUP_SCHEMA
-        )
-        operator.register_fake(_group_values_fake)
-
-
 def _attention(q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation) -> Tensor:
     name = family(q.device)
     settings = resolve(mode, qk_format, probabilities, demean, name)
-    row = choose(describe(q, settings, name), implementation)
-    run = row.load()
-    output = run(*(to_bhsd(x, layout) for x in (q, k, v)), permutation, scale, settings)
-    return to_bhsd(output, layout).contiguous()
+    run = choose(describe(q, settings, name), implementation, q.device).load()
+    output = _empty_output(q)
+    with torch.autocast(q.device.type, enabled=False):
+        run(*(to_bhsd(x, layout) for x in (q, k, v)), permutation, scale, settings, to_bhsd(output, layout))
+    return output
 
 
 def _attention_fake(q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation):
+    return _empty_output(q)
+
+
+def _empty_output(q: Tensor) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def _group_values(v, centroids, clusters, iterations, layout, implementation) -> tuple[Tensor, Tensor]:
-    from .group.reference import group_reference
+    from .group.dispatch import choose_group
 
-    if not bool(torch.isfinite(v).all()):
-        raise UnsupportedCall({"reference": "v holds NaN or infinity"})
-    return group_reference(to_bhsd(v, layout), centroids, clusters, iterations)
+    group = choose_group(to_bhsd(v, layout), clusters, implementation)
+    with torch.autocast(v.device.type, enabled=False):
+        return group(to_bhsd(v, layout), centroids, clusters, iterations)
 
 
 def _group_values_fake(v, centroids, clusters, iterations, layout, implementation):
@@ -103,3 +80,16 @@ def describe(q: Tensor, settings: Settings, family_name: str) -> Call:
 def to_bhsd(x: Tensor, layout: str) -> Tensor:
     """A view with the middle dimensions swapped for BSHD; its own inverse."""
     return x if layout == "BHSD" else x.transpose(1, 2)
+
+
+def _register(name: str, schema: str, function, fake) -> None:
+    if hasattr(getattr(torch.ops, NAMESPACE), name):
+        return
+    operator = torch.library.custom_op(f"{NAMESPACE}::{name}", function, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+
+
+_register("attention", ATTENTION_SCHEMA, _attention, _attention_fake)
+_register("group_values", GROUP_SCHEMA, _group_values, _group_values_fake)
+attention_operator = getattr(torch.ops, NAMESPACE).attention.default
+group_operator = getattr(torch.ops, NAMESPACE).group_values.default

@@ -43,7 +43,7 @@ def implementation_error(
 def random_qkv(shape: tuple[int, int, int, int], seed: int = 0, dtype=torch.float32, device="cpu"):
     """Normal q, k, v of ``shape`` [B, H, S, D], made on the CPU so that every device gets the same numbers."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float32).to(device, dtype) for _ in range(3)]
 
 
 def clustered_qkv(
@@ -69,11 +69,11 @@ def clustered_qkv(
 
 def _clustered_head(grid, head_dim, classes, outlier_share, generator):
     def normal(*shape):
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     label = _smooth_fields(classes, grid, 3, normal).argmax(1)
     centres = normal(classes, head_dim)
-    offsets = torch.zeros(classes, head_dim)
+    offsets = torch.zeros(classes, head_dim, dtype=torch.float32)
     for index in torch.nonzero(torch.rand(classes, generator=generator) < outlier_share).flatten():
         channels = torch.randperm(head_dim, generator=generator)[:6]
         offsets[index, channels] = normal(len(channels)) * 12

@@ -10,7 +10,7 @@ from .. import ops
 from ..arch import family
 from ..dispatch import AUTO, choose, implementation_names
 from ..errors import InvalidArgument, UnsupportedCall
-from .settings import check_choice, check_settings, resolve
+from .settings import LAYOUTS, check_choice, check_settings, resolve
 from .validation import check_attention
 
 
@@ -49,9 +49,12 @@ def attention(
         InvalidArgument: an argument is wrong in itself.
         UnsupportedCall: no implementation serves the call, with a reason per implementation.
     """
-    _check(q, k, v, mode, grouping, scale, layout, implementation, qk_format, probabilities)
+    check_settings(mode, qk_format, probabilities)
+    check_choice("implementation", implementation, implementation_names())
+    check_choice("demean", demean, (True, False))
+    check_attention(q, k, v, layout, scale, grouping)
     return ops.call_operator(
-        ops.attention_operator(),
+        ops.attention_operator,
         q,
         k,
         v,
@@ -98,19 +101,14 @@ def support(
     """
     check_settings(mode, AUTO, AUTO)
     check_choice("implementation", implementation, implementation_names())
+    check_choice("layout", layout, LAYOUTS)
     try:
         check_attention(q, k, v, layout, None, None)
         name = family(q.device)
         settings = resolve(mode, AUTO, AUTO, True, name)
-        row = choose(ops.describe(q, settings, name), implementation)
+        row = choose(ops.describe(q, settings, name), implementation, q.device)
     except InvalidArgument as error:
         return Support(None, None, {AUTO: str(error)})
     except UnsupportedCall as error:
         return Support(None, None, error.reasons)
     return Support(row.name, settings.mode)
-
-
-def _check(q, k, v, mode, grouping, scale, layout, implementation, qk_format, probabilities) -> None:
-    check_settings(mode, qk_format, probabilities)
-    check_choice("implementation", implementation, implementation_names())
-    check_attention(q, k, v, layout, scale, grouping)

@@ -15,6 +15,7 @@ Scores are held in codes: units of 1/8 octave, ``8 log2(e)`` per natural-log uni
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,25 +48,41 @@ class _RowState:
     mean_part: Tensor
 
     @classmethod
-    def start(cls, shape: tuple[int, int, int], head_dim: int, device) -> _RowState:
-        column = torch.zeros((*shape, 1), device=device)
-        wide = torch.zeros((*shape, head_dim), device=device)
-        return cls(torch.full_like(column, -math.inf), column, wide, wide.clone())
+    def start(cls, queries: Tensor) -> _RowState:
+        """Nothing seen yet, for ``queries`` [B, H, rows, D] in float32."""
+        wide = torch.zeros_like(queries)
+        column = wide[..., :1]
+        return cls(torch.full_like(column, -math.inf), column, wide, wide)
 
     def raise_maximum(self, tile_maximum: Tensor) -> None:
         """Rescale everything accumulated to the larger of the old maximum and the tile's."""
         maximum = torch.maximum(self.maximum, tile_maximum)
-        alpha = torch.exp2((self.maximum - maximum) / CODES_PER_OCTAVE)
+        alpha = exp2((self.maximum - maximum) / CODES_PER_OCTAVE)
         self.maximum = maximum
         self.row_sum = self.row_sum * alpha
         self.output = self.output * alpha
         self.mean_part = self.mean_part * alpha
 
-    def add(self, probabilities: Tensor, row_sum: Tensor, residual: Tensor, mean: Tensor) -> None:
+    def add(self, probabilities: Tensor, row_sum: Tensor, residual: Tensor, mean: Tensor | None) -> None:
         """Take in a tile: probabilities [.., BLOCK], row_sum [.., 1], residual [B, H, BLOCK, D], mean [B, H, 1, D]."""
         self.row_sum = self.row_sum + row_sum
-        self.output = self.output + probabilities @ residual
-        self.mean_part = self.mean_part + row_sum * mean
+        self.output = self.output + product(probabilities, residual)
+        if mean is not None:
+            self.mean_part = self.mean_part + row_sum * mean.float()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product in float64, rounded to float32.
+
+    Products of two numbers of 8 or fewer bits add up exactly in float64, so that the result depends neither on the
+    order of additions nor on batch, strides or matrix library.
+    """
+    return (a.double() @ b.double()).float()
+
+
+def exp2(x: Tensor) -> Tensor:
+    """``2^x`` in float64, rounded to float32: torch's float32 one may differ in the last bit with the position."""
+    return torch.exp2(x.double()).float()
 
 
 def attend8(operands: Operands8, scale: float, probabilities: str) -> Tensor:
@@ -79,21 +96,17 @@ def attend8(operands: Operands8, scale: float, probabilities: str) -> Tensor:
         [B, H, S_q, D] float32.
     """
     convert = _expcast_tile if probabilities == "expcast" else _exp2_tile
-    keys = operands.k.numbers()
+    keys = operands.k.numbers().transpose(2, 3)
     key_scale = operands.k.scale.transpose(2, 3) * (scale * CODES_PER_NAT)
     residual = decode_e4m3(operands.residual)
-    means = operands.means.float()
 
-    def attend_rows(first: int, last: int) -> Tensor:
-        queries = operands.q.numbers()[:, :, first:last]
-        query_scale = operands.q.scale[:, :, first:last]
-        state = _RowState.start(queries.shape[:3], queries.shape[3], queries.device)
-        for tile, start in enumerate(range(0, keys.shape[2], BLOCK)):
-            stop = start + BLOCK
-            dots = queries @ keys[:, :, start:stop].transpose(2, 3)
-            decoded = convert(state, dots * query_scale * key_scale[..., start:stop])
-            row_sum = decoded.sum(-1, keepdim=True)
-            state.add(decoded, row_sum, residual[:, :, start:stop], means[:, :, tile : tile + 1])
+    def attend_rows(rows: slice) -> Tensor:
+        queries = operands.q.numbers()[:, :, rows]
+        query_scale = operands.q.scale[:, :, rows]
+        state = _RowState.start(queries)
+        for tile, mean in _tiles(keys.shape[3], operands.means):
+            decoded = convert(state, product(queries, keys[..., tile]) * query_scale * key_scale[..., tile])
+            state.add(decoded, decoded.sum(-1, keepdim=True), residual[:, :, tile], mean)
         return (state.output * operands.residual_scale + state.mean_part) / state.row_sum
 
     return _by_rows(attend_rows, operands.q.codes.shape[2])
@@ -102,36 +115,42 @@ def attend8(operands: Operands8, scale: float, probabilities: str) -> Tensor:
 def attend4(operands: Operands4, scale: float) -> Tensor:
     """4-bit attention on quantized operands: [B, H, S_q, D] float32.
 
-    Row sums, for the denominator and for the means, are those of the probabilities *before* quantization: the
-    residual has zero mean, so the mass that E2M1 loses would otherwise be missed only by the means.
+    Where block means were removed, the row sums, for the denominator and for the means, are those of the
+    probabilities *before* quantization: the residual has zero mean, so the mass that E2M1 loses would otherwise be
+    missed by the means alone (error 0.1450 against 0.1457 on clustered values, 0.1926 against 0.1950 on random ones).
     """
-    keys = operands.k.dequantize()
-    residual = operands.residual.dequantize().transpose(2, 3)
-    means = operands.means.float()
-    all_queries = operands.q.dequantize()
-    all_query_means = expand_blocks(operands.q_means, all_queries.shape[2])
+    all_queries = operands.q.numbers()
+    keys = operands.k.numbers().transpose(2, 3)
+    exact_keys = operands.k_exact.transpose(2, 3)
+    pair_scale = operands.q.scale * operands.k.scale
+    query_means = expand_blocks(operands.q_means, all_queries.shape[2])
+    residual = operands.residual.numbers().transpose(2, 3)
+    residual_scale = operands.residual.scale.transpose(2, 3)
 
-    def attend_rows(first: int, last: int) -> Tensor:
-        queries = all_queries[:, :, first:last]
-        query_means = all_query_means[:, :, first:last]
-        state = _RowState.start(queries.shape[:3], queries.shape[3], queries.device)
-        for tile, start in enumerate(range(0, keys.shape[2], BLOCK)):
-            stop = start + BLOCK
-            dots = queries @ keys[:, :, start:stop].transpose(2, 3)
-            dots = dots + query_means @ operands.k_exact[:, :, start:stop].transpose(2, 3)
-            exponentials, decoded = _nvfp4_tile(state, dots * (scale * CODES_PER_NAT))
-            row_sum = exponentials.sum(-1, keepdim=True)
-            state.add(decoded, row_sum, residual[:, :, start:stop], means[:, :, tile : tile + 1])
-        return (state.output + state.mean_part) / state.row_sum
+    def attend_rows(rows: slice) -> Tensor:
+        queries = all_queries[:, :, rows]
+        state = _RowState.start(queries)
+        for tile, mean in _tiles(keys.shape[3], operands.means):
+            scores = product(queries, keys[..., tile]) * pair_scale
+            scores = (scores + product(query_means[:, :, rows], exact_keys[..., tile])) * (scale * CODES_PER_NAT)
+            exponentials, decoded = _nvfp4_tile(state, scores)
+            weights = decoded if mean is None else exponentials
+            row_sum = weights.sum(-1, keepdim=True, dtype=torch.float64).float()
+            state.add(decoded, row_sum, residual[:, :, tile], mean)
+        return (state.output * residual_scale + state.mean_part) / state.row_sum
 
     return _by_rows(attend_rows, all_queries.shape[2])
 
 
+def _tiles(tokens: int, means: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """Key tiles of 128 and the [B, H, 1, D] mean of each."""
+    for index, start in enumerate(range(0, tokens, BLOCK)):
+        yield slice(start, start + BLOCK), None if means is None else means[:, :, index : index + 1]
+
+
 def _by_rows(attend_rows, tokens: int) -> Tensor:
-    return torch.cat(
-        [attend_rows(first, min(first + ROWS_PER_PASS, tokens)) for first in range(0, tokens, ROWS_PER_PASS)],
-        dim=2,
-    )
+    starts = range(0, tokens, ROWS_PER_PASS)
+    return torch.cat([attend_rows(slice(start, start + ROWS_PER_PASS)) for start in starts], dim=2)
 
 
 def _expcast_tile(state: _RowState, scores: Tensor) -> Tensor:
@@ -143,12 +162,12 @@ def _expcast_tile(state: _RowState, scores: Tensor) -> Tensor:
 def _exp2_tile(state: _RowState, scores: Tensor) -> Tensor:
     """Decoded probabilities of a tile by exponential and cast, scaled by 2^8."""
     state.raise_maximum(scores.amax(-1, keepdim=True))
-    return decode_e4m3(encode_e4m3(torch.exp2((scores - state.maximum) / CODES_PER_OCTAVE + LOG2_SCALE)))
+    return decode_e4m3(encode_e4m3(exp2((scores - state.maximum) / CODES_PER_OCTAVE + LOG2_SCALE)))
 
 
 def _nvfp4_tile(state: _RowState, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Exponentials of a tile and their NVFP4 values; a row maximum is 448 x 6, so group scales use all of UE4M3."""
     state.raise_maximum(scores.amax(-1, keepdim=True))
-    exponentials = torch.exp2((scores - state.maximum) / CODES_PER_OCTAVE) * (E4M3_MAX * E2M1_MAX)
-    one = torch.ones((), device=scores.device)
+    exponentials = exp2((scores - state.maximum) / CODES_PER_OCTAVE) * (E4M3_MAX * E2M1_MAX)
+    one = torch.ones((), dtype=torch.float32, device=scores.device)
     return exponentials, quantize_nvfp4(exponentials, one).dequantize()

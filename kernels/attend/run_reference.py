@@ -12,8 +12,10 @@ from .reference import attend4, attend8
 from .settings import Settings
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, scale: float, settings: Settings) -> Tensor:
-    """Attention of q [B, H, S_q, D] and k, v [B, H, S_kv, D] (any strides): [B, H, S_q, D] in q's dtype.
+def run(
+    q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, scale: float, settings: Settings, out: Tensor
+) -> None:
+    """Write attention of q [B, H, S_q, D] and k, v [B, H, S_kv, D] to ``out`` [B, H, S_q, D]; any strides.
 
     Raises:
         UnsupportedCall: q, k or v holds NaN or infinity, or numbers too large to quantize in float32.
@@ -26,7 +28,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, scale: floa
         output = attend4(operands, scale)
     if not bool(torch.isfinite(output).all()):
         raise UnsupportedCall({"reference": "q, k or v holds numbers too large for low-bit scales in float32"})
-    return output.to(q.dtype)
+    out.copy_(output)
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, settings: Settings):

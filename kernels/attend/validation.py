@@ -22,7 +22,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float |
     _check_against_q("k", k, q, layout, (batch, heads, None, head_dim))
     tokens = _sizes(k, layout)[2]
     _check_against_q("v", v, q, layout, (batch, heads, tokens, head_dim))
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+    if scale is not None and not _is_finite_number(scale):
         raise InvalidArgument(f"scale must be a finite number or None, got {scale!r}")
     if grouping is not None:
         _check_grouping(grouping, (batch, heads, tokens), v.device)
@@ -32,6 +32,9 @@ def check_tensor(name: str, tensor, layout: str) -> None:
     """Raise InvalidArgument unless ``tensor`` is a four-dimensional, non-empty tensor of a supported dtype."""
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise InvalidArgument(f"{name} must be a dense strided tensor, got a {kind} one")
     if tensor.ndim != 4:
         raise InvalidArgument(f"{name} must have shape {_shape_text(layout)}, got {tuple(tensor.shape)}")
     if 0 in tensor.shape:
@@ -54,10 +57,19 @@ def _check_against_q(name: str, tensor: Tensor, q: Tensor, layout: str, expected
         raise InvalidArgument(f"{name} must be on q's device {q.device}, got {tensor.device}")
 
 
+def _is_finite_number(value) -> bool:
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
 def _check_grouping(grouping, expected: tuple[int, int, int], device) -> None:
     permutation = getattr(grouping, "permutation", None)
     if not isinstance(permutation, Tensor):
         raise InvalidArgument(f"grouping must be a Grouping from group_values or None, got {type(grouping).__name__}")
+    if permutation.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(f"grouping must have an int32 permutation, got {_dtype_text(permutation.dtype)}")
     if tuple(permutation.shape) != expected:
         raise InvalidArgument(
             f"grouping must be for [B, H, S_kv] = {list(expected)}, got one for {list(permutation.shape)}"

@@ -19,14 +19,16 @@ class ValueBlocks:
 
     Attributes:
         residual: [B, H, S, D] float32.
-        means: [B, H, ceil(S / 128), D], bf16 or fp16; zeros where no means are removed.
+        means: [B, H, ceil(S / 128), D], bf16 or fp16; None where no means were removed.
     """
 
     residual: Tensor
-    means: Tensor
+    means: Tensor | None
 
     def restore(self) -> Tensor:
         """[B, H, S, D] float32: the values the pair stands for."""
+        if self.means is None:
+            return self.residual
         return self.residual + expand_blocks(self.means, self.residual.shape[2]).float()
 
 
@@ -43,31 +45,31 @@ def expand_blocks(per_block: Tensor, tokens: int) -> Tensor:
 
 
 def block_sums(x: Tensor) -> Tensor:
-    """[B, H, ceil(S / 128), D]: sum over each block of ``x`` [B, H, S, D]."""
+    """[B, H, ceil(S / 128), D] float64: sum over each block of ``x`` [B, H, S, D]."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % BLOCK))
-    return padded.unflatten(2, (-1, BLOCK)).sum(3)
+    return padded.unflatten(2, (-1, BLOCK)).sum(3, dtype=torch.float64)
 
 
 def block_sizes(tokens: int, device) -> Tensor:
-    """[ceil(S / 128)] float32: tokens in each block; only the last may be short."""
-    starts = torch.arange(0, tokens, BLOCK, device=device)
-    return (tokens - starts).clamp_max(BLOCK).float()
+    """[ceil(S / 128)] int64: tokens in each block; only the last may be short."""
+    return (tokens - torch.arange(0, tokens, BLOCK, device=device)).clamp_max(BLOCK)
+
+
+def block_means(x: Tensor) -> Tensor:
+    """[B, H, ceil(S / 128), D] float32: mean over the real rows of each block of ``x`` [B, H, S, D]."""
+    return (block_sums(x) / block_sizes(x.shape[2], x.device)[:, None]).float()
 
 
 def demean(v: Tensor) -> ValueBlocks:
     """Split ``v`` [B, H, S, D] into block means, stored in ``v``'s 16-bit dtype (bf16 for fp32), and residuals."""
     stored = torch.bfloat16 if v.dtype == torch.float32 else v.dtype
-    values = v.float()
-    sizes = block_sizes(v.shape[2], v.device)
-    means = (block_sums(values) / sizes[:, None]).to(stored)
-    return ValueBlocks(values - expand_blocks(means, v.shape[2]).float(), means)
+    means = block_means(v).to(stored)
+    return ValueBlocks(v.float() - expand_blocks(means, v.shape[2]).float(), means)
 
 
 def keep_means(v: Tensor) -> ValueBlocks:
-    """The same pair with nothing removed: zero means, the values as residual."""
-    batch, heads, tokens, head_dim = v.shape
-    blocks = -(-tokens // BLOCK)
-    return ValueBlocks(v.float(), v.new_zeros((batch, heads, blocks, head_dim), dtype=torch.bfloat16))
+    """The same pair with nothing removed: the values as residual."""
+    return ValueBlocks(v.float(), None)
 
 
 def removed_energy(v: Tensor, permutation: Tensor | None = None) -> Tensor:

@@ -38,14 +38,14 @@ class Operands8:
         q, k: rotated; k without its mean over tokens.
         residual: [B, H, S_kv, D] uint8, E4M3 bits.
         residual_scale: [B, H, 1, D] float32, one per channel.
-        means: [B, H, ceil(S_kv / 128), D], 16 bit.
+        means: [B, H, ceil(S_kv / 128), D], 16 bit; None where no means were removed.
     """
 
     q: ScaledRows
     k: ScaledRows
     residual: Tensor
     residual_scale: Tensor
-    means: Tensor
+    means: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Operands4:
         q_means: [B, H, ceil(S_q / 128), D] float32, mean of each block of 128 query rows.
         k_exact: [B, H, S_kv, D] float32, the keys before quantization.
         residual: NVFP4 along the tokens, codes [B, H, D, S_kv].
-        means: [B, H, ceil(S_kv / 128), D], 16 bit.
+        means: [B, H, ceil(S_kv / 128), D], 16 bit; None where no means were removed.
     """
 
     q: NVFP4
@@ -67,4 +67,4 @@ class Operands4:
     q_means: Tensor
     k_exact: Tensor
     residual: NVFP4
-    means: Tensor
+    means: Tensor | None

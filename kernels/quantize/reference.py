@@ -9,8 +9,7 @@ from ..formats import E4M3_MAX, encode_e4m3, nvfp4_scale, positive, quantize_nvf
 from ..group.blocks import (
     BLOCK,
     ValueBlocks,
-    block_sizes,
-    block_sums,
+    block_means,
     demean,
     expand_blocks,
     keep_means,
@@ -64,13 +63,12 @@ def split_values(v: Tensor, remove_means: bool) -> ValueBlocks:
 
 def smooth_keys(k: Tensor) -> Tensor:
     """Rotated keys without their mean over tokens; a row of scores loses a constant, which softmax does not see."""
-    k = k.float()
-    return rotate(k - k.mean(2, keepdim=True))
+    return rotate(k.double() - k.mean(2, keepdim=True, dtype=torch.float64))
 
 
 def smooth_queries(q: Tensor) -> tuple[Tensor, Tensor]:
     """Queries without the mean of each block of 128 rows, and those means [B, H, ceil(S_q / 128), D]."""
-    means = block_sums(q) / block_sizes(q.shape[2], q.device)[:, None]
+    means = block_means(q)
     return q - expand_blocks(means, q.shape[2]), means
 
 

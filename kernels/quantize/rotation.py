@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def hadamard_matrix(size: int, device=None) -> Tensor:
-    """[size, size] float32, symmetric and orthogonal.
+    """[size, size] float64, symmetric and orthogonal.
 
     For a power of two this is Sylvester's matrix over sqrt(size); any other size is split into falling powers of
     two (96 = 64 + 32), each rotated on its own.
@@ -21,13 +21,16 @@ def hadamard_matrix(size: int, device=None) -> Tensor:
 
 
 def _sylvester(order: int, device) -> Tensor:
-    matrix = torch.ones(1, 1, device=device)
-    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float64, device=device)
+    step = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64, device=device)
     while matrix.shape[0] < order:
         matrix = torch.kron(step, matrix)
     return matrix / order**0.5
 
 
 def rotate(x: Tensor) -> Tensor:
-    """``x`` [..., D] times the Hadamard matrix of order D, in float32."""
-    return x.float() @ hadamard_matrix(x.shape[-1], x.device)
+    """``x`` [..., D] times the Hadamard matrix of order D: float32, from products in float64.
+
+    Float64 makes the rounded result the same for every batch size, stride and matrix library.
+    """
+    return (x.double() @ hadamard_matrix(x.shape[-1], x.device)).float()

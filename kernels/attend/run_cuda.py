@@ -1,0 +1,93 @@
+"""The attention call on H100 and H200: preparation, attention, and a check of the inputs that costs no waiting."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import KernelUnavailable, UnsupportedCall
+from ..quantize.cuda import prepare
+from ..quantize.hopper import HopperOperands
+from .cuda import MOST_HEADS, attend_cuda
+from .settings import Settings
+
+NOT_FINITE = 1  # bit of HopperOperands.flags
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, scale: float, settings: Settings, out: Tensor
+) -> None:
+    """Write attention of q [B, H, S_q, 128] and k, v [B, H, S_kv, 128] to ``out`` [B, H, S_q, 128].
+
+    Raises:
+        UnsupportedCall: the call is beyond the kernels' sizes or formats, or q, k or v holds NaN or infinity.
+    """
+    reason = refusal(q, k, settings)
+    if reason is not None:
+        raise UnsupportedCall({"cuda": reason})
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if permutation is not None:
+        permutation = permutation.to(torch.int32).contiguous()
+    try:
+        operands = prepare(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
+        finite = _FiniteCheck(operands)
+        _attend(operands, out, settings.demean)
+    except KernelUnavailable as error:
+        raise UnsupportedCall({"cuda": error.reason}) from error
+    finite.require()
+
+
+def refusal(q: Tensor, k: Tensor, settings: Settings) -> str | None:
+    """Why these kernels do not serve a call of a supported mode, dtype and head_dim; None if they do."""
+    rows = q.shape[0] * q.shape[1]
+    if settings.qk_format != "int8":
+        return f"quantizes q and k to int8, not {settings.qk_format}"
+    if settings.probabilities != "expcast":
+        return f"makes probabilities by ExpCast, not {settings.probabilities}"
+    if rows > MOST_HEADS:
+        return f"serves up to {MOST_HEADS} heads in all, not {rows}"
+    if rows * max(q.shape[2], k.shape[2]) >= 2**31:
+        return "serves B * H * S below 2^31"
+    return None
+
+
+def _attend(operands: HopperOperands, out: Tensor, means: bool) -> None:
+    if _writable_in_pairs(out):
+        attend_cuda(operands, out, means=means)
+    else:
+        aligned = torch.empty_like(out, memory_format=torch.contiguous_format)
+        attend_cuda(operands, aligned, means=means)
+        out.copy_(aligned)
+
+
+def _writable_in_pairs(out: Tensor) -> bool:
+    """The kernel stores two neighbouring elements as one 32-bit word."""
+    even = all(stride % 2 == 0 for stride, size in zip(out.stride()[:3], out.shape, strict=False) if size > 1)
+    return even and out.stride(-1) == 1 and out.data_ptr() % 4 == 0
+
+
+class _FiniteCheck:
+    """Asks the preparation's flag while the attention kernel runs: the GPU never waits for the answer.
+
+    Made between preparation and attention; ``require`` then waits for the preparation only. While a CUDA graph is
+    captured nothing can be asked, and nothing is.
+    """
+
+    def __init__(self, operands: HopperOperands):
+        self._flags = self._ready = None
+        if torch.cuda.is_current_stream_capturing():
+            return
+        device = operands.flags.device
+        self._flags = torch.empty(1, dtype=torch.int32, pin_memory=True)
+        with torch.cuda.device(device):
+            self._flags.copy_(operands.flags, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(device))
+
+    def require(self) -> None:
+        """Raise UnsupportedCall if q, k or v holds NaN or infinity."""
+        if self._ready is None:
+            return
+        self._ready.synchronize()
+        if int(self._flags[0]) & NOT_FINITE:
+            raise UnsupportedCall({"cuda": "q, k or v holds NaN or infinity"})

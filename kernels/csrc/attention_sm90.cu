@@ -1,0 +1,557 @@
+// 8-bit attention for Hopper (sm_90a): softmax(q k^T) v without mask, INT8 q and k, E4M3 probabilities and values.
+//
+// Semantics. Per (batch, head): v = v_scale * (residual + mean of its 128-token block), so
+//     out[i] = sum_t p[i,t] v[t] / sum_t p[i,t] = v_scale * (sum_t p[i,t] residual[t] + sum_j r[i,j] mean[j]) / sum_j r[i,j]
+// with r[i,j] the sum of the decoded p[i,t] over block j. A score enters as a code, 1/8 octave each; the code's byte, read as E4M3,
+// is the probability (ExpCast): p = 2^((code - 56) / 8), up to 7 %. Keys past s_kv have probability exactly 0, whatever the
+// operands hold there except NaN bytes in v8; query rows past s_q are never written.
+//
+// One block: 128 query rows of one head, all keys. Two blocks of a cluster (neighbouring query tiles) share the loads of K and V.
+//   warpgroup 0: producer, one thread issues TMA.  Warpgroups 1 and 2: 64 query rows each, alternating on the tensor cores.
+// Grid: (query tiles rounded up to CLUSTER, batch * heads). Run-time sizes are scalar for a block.
+//
+// Requires sm_90a, 384 threads, SHARED_BYTES of dynamic shared memory, and these tensor maps (x, y, z), zero outside:
+//   q_map      q8    [BH, s_q, 128]  INT8          box 128 x 64,            128-byte swizzle
+//   k_map      k8    [BH, s_kv, 128] INT8          box 128 x 128 / CLUSTER, 128-byte swizzle
+//   v_map      v8    [BH, 128, keys] E4M3 bits     box 128 x 128 / CLUSTER, 128-byte swizzle
+//   means_map  means [BH, 128, slots] half         box 16 x 128,            32-byte swizzle
+// s_q and s_kv in the maps are the real lengths, so TMA itself zeroes the padding of q8 and k8.
+//
+// Layout that the kernel relies on (made by the preparation, see quantize/hopper.py):
+//   v8 keys are permuted inside groups of 32 such that the score accumulators of a thread are its A fragment of P V: no shuffles.
+//   means are permuted inside groups of 16 blocks such that the row sums of a thread are its A fragment of the mean product.
+//
+// Switches: -DMEANS=0 leaves the means out (ablation), -DOUT_HALF=1 writes half instead of bfloat16.
+#include "common_sm90.cuh"
+
+#ifndef MEANS
+#define MEANS 1
+#endif
+#ifndef OUT_HALF
+#define OUT_HALF 0
+#endif
+
+constexpr int HEAD_DIM = 128;
+constexpr int BLOCK_Q = 128;
+constexpr int BLOCK_KV = 128;
+constexpr int STAGES = 4;                 // also the tiles between two collections of row sums
+constexpr int CLUSTER = 2;                // 4 leaves SMs idle: GPCs do not divide by it
+constexpr int GROUP = 16;                 // tiles accumulated in the tensor cores between two flushes = slots of one mean product
+constexpr int THREADS = 384;
+constexpr int CONSUMERS = 256;
+constexpr int SHARED_BYTES = 162 * 1024;  // attend/cuda.py reserves this
+
+// Code of the running maximum. The headroom up to 126 (3.25 octaves) decides how rarely a row needs a new maximum:
+// 116 took 1190 clocks a tile, 100 1121, 84 1113 at a slightly larger error (H200, FP8 prototype).
+constexpr float MAX_CODE = 100.f;
+constexpr u32 OFFSET_SCORE_LIMIT = 0x03ff03ffu;  // 1023, twice: the largest subnormal half, above the largest code for any q_scale
+constexpr int NO_MAX_YET = 20000;                // above every offset (at most 8064 + 625), and no sum with a score leaves 16 bits
+
+// Start value of the score of a padding key, whose k8 row TMA has zeroed: -16384 units of 256. Every real score is at least -8065
+// and every offset at most 8689, so its code is 0, and offset + score stays in 16 bits for the smallest offset, -8063, too.
+constexpr u32 PADDING_SCORE = static_cast<u32>(-16384 * 256);
+static_assert(-16384 + 8689 < 0 && -16384 - 8063 >= -32768, "a padding key has code 0");
+
+constexpr int K_BYTES = BLOCK_KV * HEAD_DIM;
+constexpr int SUM_ROWS_BYTES = 8 * BLOCK_KV;  // eight more rows behind V, see fill_sum_rows
+constexpr int V_BYTES = HEAD_DIM * BLOCK_KV + SUM_ROWS_BYTES;
+constexpr int MEANS_BYTES = HEAD_DIM * GROUP * 2;
+
+// Stage t holds one pair {K tile p, V tile p - 1} with p % STAGES == t: what one step of a consumer needs.
+struct Smem {
+  static constexpr int K = 0;
+  static constexpr int V = K + STAGES * K_BYTES;
+  static constexpr int MEAN = V + STAGES * V_BYTES;
+  static constexpr int Q = MEAN + 2 * MEANS_BYTES;
+  static constexpr int BARRIERS = Q + BLOCK_Q * HEAD_DIM;
+  static constexpr int BYTES = BARRIERS + 8 * (2 * STAGES + 5);
+};
+static_assert(Smem::BYTES + 1023 <= SHARED_BYTES, "tiles and barriers, and the way to an address that is a multiple of 1024");
+static_assert(V_BYTES % 1024 == 0, "128-byte swizzle repeats every 1024 bytes");
+
+struct Barriers {
+  u32 base_smem;
+  DEVICE u32 full(int stage) const { return base_smem + 8 * stage; }
+  DEVICE u32 empty(int stage) const { return base_smem + 8 * (STAGES + stage); }
+  DEVICE u32 means_full(int buffer) const { return base_smem + 8 * (2 * STAGES + buffer); }
+  DEVICE u32 means_empty(int buffer) const { return base_smem + 8 * (2 * STAGES + 2 + buffer); }
+  DEVICE u32 q_full() const { return base_smem + 8 * (2 * STAGES + 4); }
+
+  DEVICE void init() const {
+    for (int s = 0; s < STAGES; s++) {
+      mbarrier_init(full(s), 1);
+      mbarrier_init(empty(s), 2 * CLUSTER);  // both consumer warpgroups of every block that the stage's halves go to
+    }
+    for (int i = 0; i < 2; i++) {
+      mbarrier_init(means_full(i), 1);
+      mbarrier_init(means_empty(i), 2);
+    }
+    mbarrier_init(q_full(), 1);
+    fence_mbarrier_init();
+  }
+};
+
+// Row sums come from the tensor cores: the eight rows behind V make P V give them in columns 128..135. Behind the tile that is
+// number i of four, rows 2i and 2i + 1 are ones and the others zeros. So over four tiles the thread with lane % 4 == i collects the
+// sum of tile i, which is where the A fragment of the mean product wants it.
+DEVICE void fill_sum_rows(char* base) {
+  for (int i = threadIdx.x; i < STAGES * SUM_ROWS_BYTES / 4; i += THREADS) {
+    const int stage = i / (SUM_ROWS_BYTES / 4), word = i % (SUM_ROWS_BYTES / 4);
+    const int tile_of_four = (stage + STAGES - 1) % STAGES;
+    const int row_pair = word / (2 * BLOCK_KV / 4);
+    u32* sum_rows = reinterpret_cast<u32*>(base + Smem::V + stage * V_BYTES + HEAD_DIM * BLOCK_KV);
+    sum_rows[word] = row_pair == tile_of_four ? 0x38383838u : 0u;  // E4M3 1.0
+  }
+}
+
+struct Maps {
+  const TensorMap *q, *k, *v, *means;
+};
+
+// One thread. Loads q once, then all pairs of tiles; its half of each goes to both blocks of the cluster.
+DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_tile, int bh, int tiles) {
+  const u32 rank = cluster_rank();
+  const u16 everyone = (1 << CLUSTER) - 1;
+  mbarrier_expect_bytes(barriers.q_full(), BLOCK_Q * HEAD_DIM);
+  for (int half = 0; half < 2; half++)
+    tma_load_3d(shared_smem + Smem::Q + half * 64 * HEAD_DIM, maps.q, 0, q_tile * BLOCK_Q + half * 64, bh, barriers.q_full());
+
+  int group = 0;
+  auto load_means = [&]() {
+    const int buffer = group & 1;
+    mbarrier_wait(barriers.means_empty(buffer), ((group >> 1) & 1) ^ 1);
+    mbarrier_expect_bytes(barriers.means_full(buffer), MEANS_BYTES);
+    tma_load_3d(shared_smem + Smem::MEAN + buffer * MEANS_BYTES, maps.means, group * GROUP, 0, bh, barriers.means_full(buffer));
+    group++;
+  };
+
+  int stage = 0, parity = 1;
+  for (int pair = 0; pair <= tiles; pair++) {
+    mbarrier_wait(barriers.empty(stage), parity);
+    mbarrier_expect_bytes(barriers.full(stage), (pair < tiles ? K_BYTES : 0) + (pair > 0 ? HEAD_DIM * BLOCK_KV : 0));
+    if (pair < tiles)
+      tma_load_3d_multicast(shared_smem + Smem::K + stage * K_BYTES + rank * (K_BYTES / CLUSTER), maps.k, 0,
+                            pair * BLOCK_KV + rank * (BLOCK_KV / CLUSTER), bh, barriers.full(stage), everyone);
+    if (pair > 0)
+      tma_load_3d_multicast(shared_smem + Smem::V + stage * V_BYTES + rank * (HEAD_DIM * BLOCK_KV / CLUSTER), maps.v,
+                            (pair - 1) * BLOCK_KV, rank * (HEAD_DIM / CLUSTER), bh, barriers.full(stage), everyone);
+    // In the middle of a group: late enough that the buffer is free again, early enough for the group's end.
+    if (MEANS && pair % GROUP == GROUP / 2 && group * GROUP < tiles) load_means();
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  if (MEANS && group * GROUP < tiles) load_means();
+}
+
+// What a thread needs to turn the scores of one of its rows into codes. A score is the bits 8..23 of q8 . k8, so 256 units:
+//   u = clamp(score + offset, 0, 1023);  code = max(0, round(u * scale + shift))
+// u is kept as an integer, which *is* the bits of a subnormal half, and so is the code: one half FMA does the second line.
+// Everything but max_u twice, for packed instructions.
+struct RowCodes {
+  u32 scale;   // half: codes per 256 units
+  u32 shift;   // half, in units of 2^-24: makes the code of u == max_u equal to MAX_CODE; in (-scale, 0]
+  u32 offset;  // s16: max_u - running maximum, or NO_MAX_YET
+  int max_u;
+};
+
+DEVICE u32 two_codes(u32 score_0, u32 score_1, const RowCodes& row) {
+  const u32 u = __viaddmin_s16x2_relu(__byte_perm(score_0, score_1, 0x6521), row.offset, OFFSET_SCORE_LIMIT);
+  return half2_fma_relu(u, row.scale, row.shift);
+}
+
+// scores[i] of a thread: query row (i & 2 ? +8 : +0), key 8 * (i / 4) + 2 * (lane % 4) + (i & 1).
+// Writes the codes as bytes, ready as A fragments of P V; returns the largest codes as packed half.
+DEVICE u32 scores_to_codes(u32 (&codes_rmem)[16], const u32 (&scores_rmem)[64], const RowCodes (&rows)[2]) {
+  u32 largest[4];
+#pragma unroll
+  for (int g = 0; g < 4; g++) {
+    u32 x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = two_codes(scores_rmem[g * 16 + 2 * i], scores_rmem[g * 16 + 2 * i + 1], rows[i & 1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) largest[i] = g == 0 ? half2_max(x[i], x[i + 4]) : half2_max(half2_max(largest[i], x[i]), x[i + 4]);
+    codes_rmem[g * 4 + 0] = __byte_perm(x[0], x[2], 0x6420);
+    codes_rmem[g * 4 + 1] = __byte_perm(x[1], x[3], 0x6420);
+    codes_rmem[g * 4 + 2] = __byte_perm(x[4], x[6], 0x6420);
+    codes_rmem[g * 4 + 3] = __byte_perm(x[5], x[7], 0x6420);
+  }
+  return half2_max(half2_max(half2_max(largest[0], largest[1]), largest[2]), largest[3]);
+}
+
+// A code above 126 in the warp: 127 would be NaN. Adding 1 carries 127 into bit 7.
+DEVICE bool any_code_overflows(u32 largest) { return __any_sync(~0u, ((largest + 0x00010001u) & 0xff80ff80u) != 0u); }
+
+DEVICE float sum_over_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+#if OUT_HALF
+DEVICE float clamp_half(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
+DEVICE u32 pack_out(float low, float high) { return pack_half(clamp_half(low), clamp_half(high)); }
+#else
+DEVICE u32 pack_out(float low, float high) { return pack_bfloat16(low, high); }
+#endif
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap means_map,
+                     const float* __restrict__ q_scale_gmem,  // [BH, s_q_pad]
+                     const float* __restrict__ v_scale_gmem,  // [BH, 128]
+                     u16* __restrict__ out_gmem,              // [B, H, s_q, 128], strides in elements, last one 1, the others even
+                     i64 out_stride_b, i64 out_stride_h, i64 out_stride_s, int s_q, int s_q_pad, int s_kv, int heads) {
+  extern __shared__ char shared[];
+  // Swizzled tiles start at multiples of 1024.
+  char* base = reinterpret_cast<char*>((reinterpret_cast<u64>(shared) + 1023) & ~1023ull);
+  const u32 base_smem = smem_address(base);
+  const Barriers barriers{base_smem + Smem::BARRIERS};
+  const int q_tile = blockIdx.x, bh = blockIdx.y;
+  const int tiles = (s_kv + BLOCK_KV - 1) / BLOCK_KV;
+
+  if (threadIdx.x == 0) barriers.init();
+  fill_sum_rows(base);
+  fence_async_proxy();
+  __syncthreads();
+  cluster_sync();  // no block may signal a barrier of the other before it is initialized
+
+  if (threadIdx.x < 128) {
+    registers_shrink_to<24>();
+    if (threadIdx.x == 0) produce({&q_map, &k_map, &v_map, &means_map}, base_smem, barriers, q_tile, bh, tiles);
+    __syncwarp();
+  } else {
+    registers_grow_to<240>();
+    const int consumer = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;  // the shuffle tells the compiler that it is uniform
+    const int thread = threadIdx.x & 127, column = 2 * (threadIdx.x & 3);
+    // The thread's rows are this and + 8. Computed where it is used: over the loop it would cost a register too many.
+    auto first_row = [&]() {
+      const int index = static_cast<int>(thread_index()) - 128;
+      return q_tile * BLOCK_Q + index / 32 * 16 + index % 32 / 4;
+    };
+
+    u32 scores[64];                     // s32, of the tile whose codes are made next
+    u32 codes_a[16], codes_b[16];       // A fragments of P V: tiles of even and of odd number
+    float residual[68];                 // P V of up to GROUP tiles; from [64] on the row sums of up to four tiles, one per thread
+    u32 out_half[32];                   // packed half; what was flushed is out_half * out_factor
+    float out_factor[2] = {1.f, 1.f};   // of row and row + 8, as all pairs here
+    float row_sum[2] = {0.f, 0.f};      // over the tiles whose number % 4 == lane % 4
+    u32 sums[4] = {0, 0, 0, 0};         // bfloat16 row sums of the last GROUP tiles, newest on top: A fragment, before scaling
+    u32 scaled_sums[4] = {0, 0, 0, 0};  // the same in half, divided as out_half is: A fragment of the mean product
+    int quads = 0;                      // groups of four tiles since the last flush
+    int group = 0;                      // of the means to be restored next
+    bool residual_empty = true, means_pending = false;
+#pragma unroll
+    for (int i = 0; i < 32; i++) out_half[i] = 0u;
+#pragma unroll
+    for (int i = 0; i < 68; i++) residual[i] = 0.f;
+
+    RowCodes rows[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = first_row() + 8 * r;
+      const float scale = row < s_q ? q_scale_gmem[static_cast<i64>(bh) * s_q_pad + row] : 1.f;
+      const float max_u = ceilf(MAX_CODE / scale);
+      rows[r].scale = broadcast_half(scale);
+      rows[r].shift = broadcast_half((MAX_CODE - max_u * scale) * (1.f / 16777216.f));
+      rows[r].offset = broadcast_low_16(NO_MAX_YET);
+      rows[r].max_u = static_cast<int>(max_u);
+    }
+
+    const u64 q_descriptor = matrix_descriptor<128>(base_smem + Smem::Q + consumer * 64 * HEAD_DIM);
+    const u64 k_descriptor = matrix_descriptor<128>(base_smem + Smem::K);
+    const u64 v_descriptor = matrix_descriptor<128>(base_smem + Smem::V);
+
+    // Start values for the scores of the tile whose first key is `first_key`: issue_qk then accumulates.
+    auto start_scores = [&](int first_key) {
+      const int keys = s_kv - first_key - column;
+#pragma unroll
+      for (int i = 0; i < 64; i++) scores[i] = 8 * (i / 4) + (i & 1) < keys ? 0u : PADDING_SCORE;
+    };
+    auto issue_qk = [&](int stage, bool started) {
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        wgmma_m64n128k32_s8(scores, q_descriptor + 2 * k, k_descriptor + static_cast<u64>(stage * (K_BYTES / 16) + 2 * k),
+                            k > 0 || started);
+      wgmma_commit();
+    };
+    auto issue_pv = [&](const u32 (&codes)[16], int stage, bool accumulate) {
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        wgmma_m64n136k32_e4m3(residual, codes[4 * k], codes[4 * k + 1], codes[4 * k + 2], codes[4 * k + 3],
+                              v_descriptor + static_cast<u64>(stage * (V_BYTES / 16) + 2 * k), accumulate || k > 0);
+      wgmma_commit();
+    };
+    auto issue_means = [&]() {
+      wgmma_m64n128k16_f16(out_half, scaled_sums[0], scaled_sums[1], scaled_sums[2], scaled_sums[3],
+                           matrix_descriptor<32>(base_smem + Smem::MEAN + (group & 1) * MEANS_BYTES));
+    };
+    auto wait_means = [&]() { mbarrier_wait(barriers.means_full(group & 1), (group >> 1) & 1); };
+    auto release = [&](int stage) {
+      if (thread < CLUSTER) mbarrier_arrive_cluster(barriers.empty(stage), thread);
+    };
+
+    // New maxima of the thread's rows, from the scores.
+    auto raise_maximum = [&]() {
+      u32 top_0 = 0x80008000u, top_1 = 0x80008000u;
+#pragma unroll
+      for (int i = 0; i < 64; i += 4) {
+        top_0 = __vmaxs2(top_0, __byte_perm(scores[i], scores[i + 1], 0x6521));
+        top_1 = __vmaxs2(top_1, __byte_perm(scores[i + 2], scores[i + 3], 0x6521));
+      }
+      u32 top = __vmaxs2(__byte_perm(top_0, top_1, 0x5410), __byte_perm(top_0, top_1, 0x7632));  // (row, row + 8)
+      top = __vmaxs2(top, __shfl_xor_sync(~0u, top, 1));
+      top = __vmaxs2(top, __shfl_xor_sync(~0u, top, 2));
+      rows[0].offset = broadcast_low_16(min(signed_low_16(rows[0].offset), rows[0].max_u - signed_low_16(top)));
+      rows[1].offset = broadcast_low_16(min(signed_low_16(rows[1].offset), rows[1].max_u - signed_high_16(top)));
+    };
+    // Scales everything accumulated under the offsets (row, row + 8) to the present ones.
+    auto scale_accumulated = [&](u32 old_offsets) {
+      const int old[2] = {signed_low_16(old_offsets), signed_high_16(old_offsets)};
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        factor[r] = exp2_approx(static_cast<float>(signed_low_16(rows[r].offset) - old[r]) * half_low(rows[r].scale) * .125f);
+        row_sum[r] *= factor[r];
+        out_factor[r] *= factor[r];
+      }
+#pragma unroll
+      for (int i = 0; i < 68; i++) residual[i] *= factor[(i >> 1) & 1];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        sums[i] = pack_bfloat16(bfloat16_low(sums[i]) * factor[i & 1], bfloat16_high(sums[i]) * factor[i & 1]);
+    };
+
+    // Codes of the tile whose scores are there, while P V of the tile before is in flight; waits for that. The four warps decide
+    // for themselves whether they need new maxima, so no wgmma instruction may stand inside the branch. The branch also keeps
+    // ptxas from moving the codes below the wait. What is accumulated is scaled by scale_if_raised, when the next scores are on
+    // their way: right behind the wait that branch cost 18 clocks a tile (1217 instead of 1199, H200).
+    bool raised = false;
+    u32 old_offsets = 0;  // s16 (row, row + 8), valid if raised
+    auto softmax = [&](u32 (&codes)[16]) {
+      raised = any_code_overflows(scores_to_codes(codes, scores, rows));
+      if (raised) {
+        pin(scores);
+        old_offsets = __byte_perm(rows[0].offset, rows[1].offset, 0x5410);
+        raise_maximum();
+        pin(scores);
+        scores_to_codes(codes, scores, rows);
+      }
+      wgmma_wait<0>();
+      pin(residual);
+    };
+    auto scale_if_raised = [&]() {
+      if (raised) scale_accumulated(old_offsets);
+    };
+
+    auto push_sums = [&](u32 newest) {  // bfloat16 (row, row + 8)
+      sums[0] = __byte_perm(sums[0], sums[2], 0x5432);
+      sums[2] = __byte_perm(sums[2], newest, 0x5432);
+      sums[1] = __byte_perm(sums[1], sums[3], 0x5432);
+      sums[3] = __byte_perm(sums[3], newest, 0x7632);
+    };
+    // Sums of four tiles, one per thread of a row. The denominator uses the rounded sums that the means are weighted with, so the
+    // weights of the means add up to one: a constant v comes out exactly.
+    auto collect_sums = [&]() {
+      const u32 newest = pack_bfloat16(residual[64], residual[66]);
+      push_sums(newest);
+      row_sum[0] += bfloat16_low(newest);
+      row_sum[1] += bfloat16_high(newest);
+#pragma unroll
+      for (int i = 64; i < 68; i++) zero_in_place(residual[i]);
+      quads++;
+    };
+    // residual -> out_half, which is kept divided by 2 * 2^exponent(row sum): below 60000 + 448 whatever the scores.
+    auto flush = [&]() {
+      pin(residual);
+      residual_empty = true;
+      u32 keep[2];
+      float scale[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const u32 exponent = __float_as_uint(sum_over_row(row_sum[r])) & 0x7f800000u;
+        scale[r] = __uint_as_float(0x7e800000u - exponent);
+        keep[r] = broadcast_half(out_factor[r] * scale[r]);
+        out_factor[r] = __uint_as_float(exponent + 0x00800000u);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        scaled_sums[i] = pack_half(bfloat16_low(sums[i]) * scale[i & 1], bfloat16_high(sums[i]) * scale[i & 1]);
+      means_pending = MEANS;
+#pragma unroll
+      for (int i = 0; i < 32; i++)
+        out_half[i] = half2_fma(out_half[i], keep[i & 1],
+                                pack_half(residual[2 * i] * scale[i & 1], residual[2 * i + 1] * scale[i & 1]));
+      quads = 0;
+    };
+    auto restore_means = [&]() {
+      wait_means();
+      pin(out_half);
+      wgmma_fence();
+      issue_means();
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin(out_half);
+      group++;
+      means_pending = false;
+    };
+
+    // The two consumers take turns in issuing products: named barrier 1 + consumer is that consumer's turn.
+    auto take_turn = [&]() { named_barrier_sync<CONSUMERS>(1 + consumer); };
+    auto pass_turn = [&]() { named_barrier_arrive<CONSUMERS>(1 + (consumer ^ 1)); };
+    if (consumer == 1) named_barrier_arrive<CONSUMERS>(1);
+
+    mbarrier_wait(barriers.q_full(), 0);
+    mbarrier_wait(barriers.full(0), 0);
+    start_scores(0);
+    pin(scores);
+    wgmma_fence();
+    issue_qk(0, true);
+    wgmma_wait<0>();
+    pin(scores);
+    release(0);
+    raise_maximum();
+    pin(scores);
+    scores_to_codes(codes_a, scores, rows);
+
+    // A step: scores of tile + 1, P V of `tile`, codes of tile + 1 over that P V. Between steps nothing is in flight.
+    // A tile with padding keys is left to the code behind the loop: in here, scores that are started or not would have to stay live
+    // while codes are made, 8 registers too many.
+    const int steps = max(s_kv / BLOCK_KV - 1, 0);
+    int tile = 0, parity = 0, next_step;
+    while (true) {
+#pragma unroll
+      for (int step = 0; step < STAGES; step++) {
+        next_step = step;
+        if (tile == steps) goto last_tiles;
+        const int stage = (step + 1) % STAGES;
+        mbarrier_wait(barriers.full(stage), step == STAGES - 1 ? parity ^ 1 : parity);
+        if (MEANS && step == 1 && means_pending) {
+          // A step of its own: the mean product is in flight with the others. Inside a branch of the ordinary step ptxas would
+          // serialize it (C7514).
+          wait_means();
+          take_turn();
+          pin(codes_a);
+          pin(codes_b);
+          pin(out_half);
+          wgmma_fence();
+          issue_qk(stage, false);
+          issue_means();
+          scale_if_raised();
+          pin(residual);
+          wgmma_fence();
+          issue_pv(codes_b, stage, true);
+          pass_turn();
+          wgmma_wait<1>();
+          pin(scores);
+          softmax(codes_a);
+          pin(out_half);
+          if (thread == 0) mbarrier_arrive(barriers.means_empty(group & 1));
+          group++;
+          means_pending = false;
+        } else {
+          take_turn();
+          pin(codes_a);
+          pin(codes_b);
+          wgmma_fence();
+          issue_qk(stage, false);
+          scale_if_raised();
+          if (step == 0 && quads == GROUP / STAGES) flush();  // hidden below the product
+          pin(residual);
+          wgmma_fence();
+          if (step & 1)
+            issue_pv(codes_b, stage, true);
+          else
+            issue_pv(codes_a, stage, step > 0 || !residual_empty);
+          if (step == 0) residual_empty = false;
+          pass_turn();
+          wgmma_wait<1>();
+          pin(scores);
+          if (step & 1)
+            softmax(codes_a);
+          else
+            softmax(codes_b);
+        }
+        release(stage);
+        if (step == STAGES - 1) collect_sums();
+        tile++;
+      }
+      parity ^= 1;
+    }
+
+  last_tiles:
+    if (next_step & 1) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) codes_a[i] = codes_b[i];
+    }
+    scale_if_raised();
+    if (quads == GROUP / STAGES) flush();
+    if (MEANS && means_pending) restore_means();
+    auto wait_next_stage = [&]() {
+      const int stage = (next_step + 1) % STAGES;
+      mbarrier_wait(barriers.full(stage), next_step == STAGES - 1 ? parity ^ 1 : parity);
+      return stage;
+    };
+    if (tile < tiles - 1) {
+      start_scores((tile + 1) * BLOCK_KV);
+      const int stage = wait_next_stage();
+      pin(scores);
+      pin(codes_a);
+      pin(residual);
+      wgmma_fence();
+      issue_qk(stage, true);
+      issue_pv(codes_a, stage, !residual_empty);
+      residual_empty = false;
+      wgmma_wait<0>();
+      pin(scores);
+      pin(residual);
+      softmax(codes_a);
+      release(stage);
+      if (++next_step == STAGES) collect_sums();
+      scale_if_raised();
+      if (next_step == STAGES) {
+        if (quads == GROUP / STAGES) {
+          flush();
+          if (MEANS) restore_means();
+        }
+        next_step = 0;
+        parity ^= 1;
+      }
+    }
+    {
+      const int stage = wait_next_stage();
+      pin(codes_a);
+      pin(residual);
+      wgmma_fence();
+      issue_pv(codes_a, stage, !residual_empty);
+      wgmma_wait<0>();
+      pin(residual);
+    }
+    collect_sums();
+    while (quads < GROUP / STAGES) {
+      push_sums(0u);
+      quads++;
+    }
+    flush();
+    if (MEANS) restore_means();
+    if (consumer == 0) named_barrier_sync<CONSUMERS>(1);  // takes the turn passed last, so that the barrier ends empty
+
+    const float* v_scale = v_scale_gmem + static_cast<i64>(bh) * HEAD_DIM;
+    u16* out = out_gmem + (bh / heads) * out_stride_b + (bh % heads) * out_stride_h;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float factor = out_factor[r] / sum_over_row(row_sum[r]);
+      const int row = first_row() + 8 * r;
+      if (row < s_q) {
+        u16* out_row = out + row * out_stride_s + column;
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+          const u32 pair = out_half[2 * n + r];
+          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_out(half_low(pair) * factor * v_scale[8 * n + column],
+                                                              half_high(pair) * factor * v_scale[8 * n + column + 1]);
+        }
+      }
+    }
+  }
+  cluster_sync();  // shared memory must outlive the loads and signals of the other block
+}

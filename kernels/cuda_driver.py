@@ -1,0 +1,95 @@
+"""Load compiled kernels and launch them on a tensor's device and torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+
+from .errors import KernelUnavailable
+from .nvrtc import Source, cubin, install_sentence
+
+_lock = threading.Lock()
+_modules: dict[tuple[Source, int], object] = {}
+_functions: dict[tuple[Kernel, int], object] = {}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a source file.
+
+    Attributes:
+        source: the file and how it is compiled.
+        name: the kernel, declared extern "C".
+        shared_bytes: dynamic shared memory of a launch.
+    """
+
+    source: Source
+    name: str
+    shared_bytes: int = 0
+
+
+def launch(kernel: Kernel, device, grid: tuple[int, int, int], threads: int, arguments: list) -> None:
+    """Launch on ``device`` (a torch.device) and on torch's current stream of that device.
+
+    The first launch on a device compiles or reads the cache, so it has to come before a CUDA graph is captured. Later
+    ones allocate nothing and wait for nothing.
+
+    Args:
+        arguments: ctypes values; structures and arrays are passed by value.
+    """
+    import torch
+
+    with torch.cuda.device(device):
+        function = _function(kernel, torch.cuda.current_device())
+        stream = torch.cuda.current_stream().cuda_stream
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+        shape = (*grid, threads, 1, 1, kernel.shared_bytes)
+        check(driver().cuLaunchKernel(function, *shape, stream, ctypes.addressof(addresses), 0))
+
+
+def check(result):
+    """Unpack what a driver call returned; RuntimeError with the name of the error if it failed."""
+    bindings = driver()
+    error, *values = result
+    if int(error):
+        _, name = bindings.cuGetErrorName(bindings.CUresult(error))
+        raise RuntimeError(f"CUDA driver call failed: {name.decode() if name else int(error)}")
+    return values[0] if len(values) == 1 else values
+
+
+def driver():
+    """NVIDIA's ``cuda.bindings.driver``; KernelUnavailable with the install line where it is missing."""
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise KernelUnavailable(install_sentence()) from error
+    return module
+
+
+def _function(kernel: Kernel, device_index: int):
+    """The kernel's handle in the device's context, loaded once."""
+    key = (kernel, device_index)
+    function = _functions.get(key)
+    if function is None:
+        with _lock:
+            function = _functions.get(key)
+            if function is None:
+                function = _functions[key] = _load(kernel, device_index)
+    return function
+
+
+def _load(kernel: Kernel, device_index: int):
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        raise KernelUnavailable(f"{kernel.name} must run once before a CUDA graph is captured")
+    bindings = driver()
+    key = (kernel.source, device_index)
+    if key not in _modules:
+        _modules[key] = check(bindings.cuModuleLoadData(cubin(kernel.source)))
+    function = check(bindings.cuModuleGetFunction(_modules[key], kernel.name.encode()))
+    if kernel.shared_bytes:
+        attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(bindings.cuFuncSetAttribute(function, attribute, kernel.shared_bytes))
+    return function

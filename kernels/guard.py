@@ -1,0 +1,124 @@
+"""Trust, but only after a test: every GPU kernel proves itself on the user's card before its first real call.
+
+A build can be broken in ways that no version number shows. So at first use, per device and dtype, a small random case
+runs through grouping, preparation and attention into poisoned memory, and is compared with plain torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from .errors import KernelUnavailable
+
+log = logging.getLogger("vc_attention")
+
+# The output is rounded to 16 bit, which alone is 1.7e-3 in bf16; the kernel's own arithmetic adds 3e-4 (measured on an
+# H200 over every length from 1 to 130 and adversarial inputs: at most 1.9e-3). A fault of 1 % is far outside.
+OUTPUT_LIMIT = 5e-3
+CODE_LIMIT = 1e-3  # share of q8 and k8 that may be one code off: rounding ties, at most 6e-5 measured
+HOW_TO_REPORT = "please report what `python -m kernels` prints in the folder of this package"
+
+_lock = threading.Lock()
+_verdicts: dict[tuple[int, str], str | None] = {}
+
+
+def why_cuda_is_unavailable(device, dtype: str) -> str | None:
+    """Why the Hopper kernels cannot be used on ``device`` for inputs of ``dtype``; None if they can.
+
+    The first question per device and dtype compiles, unless the cache has the code, and tests; later ones look up.
+    """
+    import torch
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (index, dtype)
+    if key in _verdicts:
+        return _verdicts[key]
+    if torch.cuda.is_current_stream_capturing():
+        return "must run once before a CUDA graph is captured"
+    with _lock:
+        if key not in _verdicts:
+            _verdicts[key] = _verdict(torch.device("cuda", index), getattr(torch, dtype))
+    return _verdicts[key]
+
+
+def _verdict(device, dtype) -> str | None:
+    import torch
+
+    try:
+        fault = self_test(device, dtype)
+    except KernelUnavailable as error:
+        return error.reason
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        log.exception("VC Attention's self-test could not run")
+        return f"self-test could not run ({type(error).__name__}: {error}); {HOW_TO_REPORT}"
+    if fault is not None:
+        log.error("VC Attention's self-test failed on %s: %s", torch.cuda.get_device_name(device), fault)
+        return f"self-test failed ({fault}); {HOW_TO_REPORT}"
+    return None
+
+
+def self_test(device, dtype) -> str | None:
+    """Run the Hopper kernels on a small case on ``device``: None, or what is wrong and by how much."""
+    import torch
+
+    from .group.cuda import group_cuda
+    from .quantize.cuda import prepare
+    from .testing import clustered_qkv
+
+    log.info("VC Attention: testing its kernels for %s on %s", dtype, torch.cuda.get_device_name(device))
+    with torch.no_grad(), torch.cuda.device(device):
+        q, k, v = clustered_qkv((3, 24, 33), heads=2, dtype=dtype, device=device)  # 19 tiles, the last one short
+        q = q[:, :, :200]
+        permutation, _ = group_cuda(v, None, 16, 2)
+        operands = prepare(q, k, v, scale=0.1, permutation=permutation)
+        return (
+            _grouping_fault(v, permutation)
+            or _operand_fault(q, k, v, permutation, operands)
+            or _output_fault(operands, q)
+        )
+
+
+def _grouping_fault(v, permutation) -> str | None:
+    import torch
+
+    from .group.blocks import removed_energy
+    from .group.reference import group_reference
+
+    order = torch.arange(v.shape[2], device=v.device, dtype=permutation.dtype).expand_as(permutation)
+    if not torch.equal(permutation.sort(-1).values, order):
+        return "grouping: not a permutation"
+    expected, _ = group_reference(v, None, 16, 2)
+    lost = (removed_energy(v, expected) - removed_energy(v, permutation)).max().item()
+    return f"grouping: {lost:.3f} less block energy removed, allowed 0.02" if lost > 0.02 else None
+
+
+def _operand_fault(q, k, v, permutation, operands) -> str | None:
+    from .quantize.hopper import hopper_operands
+
+    expected = hopper_operands(q, k, v, scale=0.1, permutation=permutation)
+    for name in ("q8", "q_scale", "k8", "v8", "v_scale", "means"):
+        actual, wanted = getattr(operands, name), getattr(expected, name)
+        share = (actual != wanted).float().mean().item()
+        # A key scale one rounding away moves single codes of q8 and k8 and the last bit of scales.
+        close = bool(((actual.float() - wanted.float()).abs() <= 1 + wanted.float().abs() * 1e-3).all())
+        if not close or (name not in ("q_scale", "v_scale") and share > CODE_LIMIT):
+            return f"preparation: {name} differs in {share:.2%} of its elements, allowed {CODE_LIMIT:.2%}"
+    return None
+
+
+def _output_fault(operands, q) -> str | None:
+    import torch
+
+    from .attend.cuda import attend_cuda
+    from .attend.hopper import attend_hopper
+    from .testing import relative_l2
+
+    output = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    attend_cuda(operands, output)
+    if not bool(output.isfinite().all()):
+        return "attention: not every element was written"
+    error = relative_l2(output, attend_hopper(operands, q.shape[2]).view_as(output))
+    return f"attention: relative error {error:.1e}, allowed {OUTPUT_LIMIT:.0e}" if error > OUTPUT_LIMIT else None

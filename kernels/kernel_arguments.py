@@ -1,0 +1,28 @@
+"""Tensors as the fields of a kernel's parameter structure. Layout of every tensor here: [B, H, S, D]."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+WIDEST_LOAD_BYTES = 16
+
+
+def pointers(**tensors: Tensor | None) -> dict[str, int | None]:
+    """Addresses by field name; null for None."""
+    return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """``{name}_b``, ``{name}_h`` and ``{name}_s``: strides in elements."""
+    return {f"{name}_{axis}": stride for axis, stride in zip("bhs", tensor.stride(), strict=False)}
+
+
+def alignment_bytes(*tensors: Tensor) -> int:
+    """Largest of 16, 8, 4 and 2 bytes to which every row of every tensor is aligned."""
+    bits = WIDEST_LOAD_BYTES
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+            if size > 1:
+                bits |= stride * tensor.element_size()
+    return bits & -bits
