@@ -51,14 +51,13 @@ def test_project_fields():
         assert f"Programming Language :: Python :: 3.{minor}" in PROJECT["classifiers"]
 
 
-@pytest.mark.parametrize("field", ["readme", "license"])
-def test_declared_files_exist(field):
-    declared = PROJECT[field]
-    path = declared if isinstance(declared, str) else declared["file"]
-    assert (ROOT / path).is_file()
+def test_declared_files_exist():
+    for path in (PROJECT["readme"], *PROJECT["license-files"]):
+        assert (ROOT / path).is_file()
 
 
 def test_licence_is_apache_2():
+    assert PROJECT["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
 

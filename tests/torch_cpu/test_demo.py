@@ -1,0 +1,239 @@
+"""The demo at a size that takes seconds: model, sampler, measures, pictures and the whole run."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+np = pytest.importorskip("numpy", reason="needs numpy")
+pytest.importorskip("PIL", reason="needs pillow")
+
+ROOT = Path(__file__).parents[2]
+needs_diffusers = pytest.mark.skipif(
+    importlib.util.find_spec("diffusers") is None, reason="needs diffusers, which is not installed"
+)
+SMALL = {"frames": 2, "height": 16, "width": 16, "steps": 2}
+DEMO_MODULES = ("metrics", "model", "picture", "render", "report", "run", "run_comfy", "setup_env", "wan_checkpoint")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """Imports a module of demo/, whose files import each other as scripts do; leaves no trace in this process."""
+    sys.path.insert(0, str(ROOT / "demo"))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path.remove(str(ROOT / "demo"))
+        for name in DEMO_MODULES:
+            sys.modules.pop(name, None)
+
+
+def frames(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8)
+
+
+# Measures
+
+
+def test_psnr_of_a_constant_error(demo):
+    black = np.zeros((1, 16, 16, 3), np.uint8)
+    assert demo("metrics").psnr(black, black + 5) == pytest.approx(20 * math.log10(255 / 5))
+    assert demo("metrics").psnr(black, black) == math.inf
+
+
+def test_psnr_does_not_wrap_around(demo):
+    black = np.zeros((1, 16, 16, 3), np.uint8)
+    assert demo("metrics").psnr(black, black + 255) == pytest.approx(0.0)
+
+
+def test_ssim_of_flat_pictures_is_the_luminance_term(demo):
+    dark, light = (np.full((1, 16, 16, 3), value, np.uint8) for value in (100, 150))
+    c1 = (0.01 * 255) ** 2
+    expected = (2 * 100 * 150 + c1) / (100**2 + 150**2 + c1)
+    assert demo("metrics").ssim(dark, light) == pytest.approx(expected, rel=1e-6)
+
+
+def test_ssim_against_a_dumb_loop(demo):
+    first, second = frames(1, 14, 13), frames(1, 14, 13, seed=1)
+    luma = [(clip[0] * np.array([0.299, 0.587, 0.114])).sum(-1) for clip in (first, second)]
+    weights = np.array([[math.exp(-(y * y + x * x) / (2 * 1.5**2)) for x in range(-5, 6)] for y in range(-5, 6)])
+    weights /= weights.sum()
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    values = []
+    for y in range(14 - 10):
+        for x in range(13 - 10):
+            a, b = (image[y : y + 11, x : x + 11] for image in luma)
+            mean_a, mean_b = (weights * a).sum(), (weights * b).sum()
+            variance_a = (weights * (a - mean_a) ** 2).sum()
+            variance_b = (weights * (b - mean_b) ** 2).sum()
+            covariance = (weights * (a - mean_a) * (b - mean_b)).sum()
+            values.append(
+                (2 * mean_a * mean_b + c1)
+                * (2 * covariance + c2)
+                / ((mean_a**2 + mean_b**2 + c1) * (variance_a + variance_b + c2))
+            )
+    assert demo("metrics").ssim(first, second) == pytest.approx(np.mean(values), rel=1e-6)
+
+
+def test_ssim_of_a_clip_with_itself_is_one(demo):
+    clip = frames(2, 16, 16)
+    assert demo("metrics").ssim(clip, clip) == pytest.approx(1.0)
+
+
+# Pictures
+
+
+def test_difference_is_grey_where_clips_agree(demo):
+    picture = demo("picture")
+    clip = frames(1, 8, 8).astype(np.float32)
+    assert (picture.amplified_difference(clip, clip, 64) == 128).all()
+    assert picture.amplified_difference(clip, clip + 3, 4).flat[0] == 128 + 12
+
+
+@pytest.mark.parametrize(("error", "gain"), [(0.0, 64), (1e-3, 64), (1.0, 16), (2.9, 8), (100.0, 1)])
+def test_the_gain_follows_the_difference(demo, error, gain):
+    clip = np.zeros((1, 4, 4, 3), np.float32)
+    other = clip + error * np.where(np.arange(4) % 2, 1.0, -1.0)[:, None].astype(np.float32)
+    assert demo("picture").difference_gain(clip, other) == gain
+
+
+def test_color_map_sizes_and_exposure(demo):
+    picture = demo("picture")
+    latents = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+    fields = picture.color_fields(latents)
+    assert fields.shape == (3, 9, 40, 60)
+    clip = picture.to_bytes(picture.develop(fields, picture.meter(fields)))
+    assert clip.shape == (9, 40, 60, 3)
+    assert abs(float(clip.mean()) - 127.5) < 10
+
+
+# Sampler and model
+
+
+def test_noise_levels(demo):
+    levels = demo("render").noise_levels(4, 3.0)
+    assert levels == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0])
+
+
+def test_sampler_follows_a_constant_velocity_and_the_guidance(demo):
+    render = demo("render")
+    clip = render.Clip(**SMALL, guidance=3.0)
+
+    class Model:
+        dtype = torch.float32
+        timesteps = []
+
+        def __call__(self, latents, timestep, text, return_dict):
+            self.timesteps.append(float(timestep))
+            return (torch.full_like(latents, float(text)),)
+
+    noise = torch.zeros(clip.latent_shape)
+    latents = render.sample(Model(), noise, torch.tensor(2.0), torch.tensor(1.0), clip)
+    assert torch.allclose(latents, torch.full_like(latents, -(1.0 + 3.0 * (2.0 - 1.0))))
+    assert Model.timesteps == pytest.approx([1000, 1000, 750, 750])
+
+
+@needs_diffusers
+def test_the_same_seed_gives_the_same_model_and_another_seed_another(demo):
+    model = demo("model")
+    first, again, other = (model.build_transformer(seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@needs_diffusers
+def test_the_same_seed_gives_the_same_clip_free_of_noise(demo):
+    model, render = demo("model"), demo("render")
+    transformer = model.build_transformer()
+    prompt, negative = model.text_embedding(0)
+    clip = render.Clip(frames=2, height=16, width=16, steps=8)
+    noise = render.start_noise(clip)
+    latents = render.sample(transformer, noise, prompt, negative, clip)
+    assert torch.equal(latents, render.sample(transformer, noise, prompt, negative, clip))
+    neighbours = latents[..., 1::2] - latents[..., 0::2]
+    assert neighbours.std() < 0.1 * latents.std()
+    assert latents[:, model.SEED_CHANNELS :].std() > 0.5
+
+
+@needs_diffusers
+def test_every_parameter_has_one_wan_name(demo):
+    names = list(demo("model").build_transformer().state_dict())
+    wan = [demo("wan_checkpoint").wan_name(name) for name in names]
+    assert len(set(wan)) == len(names)
+    assert {"head.modulation", "blocks.0.self_attn.q.weight", "blocks.2.ffn.2.bias", "text_embedding.2.bias"} <= set(
+        wan
+    )
+    with pytest.raises(KeyError, match="add_k_proj"):
+        demo("wan_checkpoint").wan_name("blocks.0.attn2.add_k_proj.weight")
+
+
+@needs_diffusers
+@pytest.mark.parametrize(("mode", "dtype"), [("8-bit", "float32"), ("4-bit", "float32"), ("8-bit", "bfloat16")])
+def test_the_whole_run(demo, tmp_path, mode, dtype, capsys):
+    sizes = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
+    choices = ["--device", "cpu", "--mode", mode, "--dtype", dtype, "--output", str(tmp_path)]
+    assert demo("run").main([*sizes, *choices]) == 0
+    assert "PSNR" in capsys.readouterr().out
+    result = json.loads((tmp_path / "result.json").read_text())
+    served = result["vc_attention"]
+    assert (served["mode"], served["implementation"]) == (mode, "reference")
+    assert served["served"] == served["calls"] == 3 * 2 * 2  # layers, steps, prompts
+    assert served["groupings"] == 3 * 2  # layers, prompts: one of the two steps is in the window
+    assert not served["declined"]
+    assert result["exact_attention"]["dtype"] == dtype
+    assert 15 < result["quality"]["psnr_db"] < 80
+    assert 0.5 < result["quality"]["ssim"] <= 1
+    assert "not trained" in result["what"]
+    image = demo("picture").Image
+    with image.open(tmp_path / "strip.png") as strip:
+        assert strip.width > 4 * 10 * SMALL["width"] // 2
+        assert strip.height > 3 * 10 * SMALL["height"] // 2
+    with image.open(tmp_path / "clip.webp") as clip:
+        assert clip.n_frames > 1
+
+
+# Set-up
+
+
+def test_requirements_include_what_they_refer_to(demo, tmp_path):
+    (tmp_path / "a.txt").write_text("-r b.txt\nx==1\n")
+    (tmp_path / "b.txt").write_text("y==2\n")
+    text = demo("setup_env").requirements_text(tmp_path / "a.txt")
+    assert "x==1" in text
+    assert "y==2" in text
+
+
+def test_a_step_runs_once_per_fingerprint_and_again_after_a_failure(demo, tmp_path, capsys):
+    setup_env = demo("setup_env")
+    count = tmp_path / "count"
+    command = [sys.executable, "-c", f"open({str(count)!r}, 'a').write('x')"]
+    stamp = tmp_path / "stamp"
+    for fingerprint in ("1", "1", "2"):
+        setup_env._once(stamp, fingerprint, "title", command)
+    assert count.read_text() == "xx"
+    with pytest.raises(setup_env.SetupError, match="what went wrong"):
+        setup_env._once(stamp, "3", "title", [sys.executable, "-c", "raise SystemExit('what went wrong')"])
+    assert stamp.read_text() == "2"
+    assert "title" in capsys.readouterr().out
+
+
+def test_a_venv_is_made_without_ensurepip(demo, tmp_path, monkeypatch):
+    setup_env = demo("setup_env")
+    monkeypatch.setattr(setup_env.importlib.util, "find_spec", lambda name: None)
+    commands = []
+    run = setup_env._run
+
+    def watched(command):
+        commands.append(command)
+        if "pip" not in command:
+            run(command)
+
+    monkeypatch.setattr(setup_env, "_run", watched)
+    setup_env.create_venv(tmp_path / "venv")
+    assert setup_env.venv_python(tmp_path / "venv").exists()
+    target = commands[-1][commands[-1].index("--target") + 1]
+    assert Path(target).is_relative_to(tmp_path / "venv")
