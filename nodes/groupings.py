@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -38,13 +39,21 @@ def grouping_for(
     """
     if transformer_options.get("context_window") is not None:
         return _make(run, forward, v, None, layout) if forward.position.grouping else None
-    prompts = transformer_options.get("uuids")
-    if not prompts or call.batch % len(prompts):
+    prompts = _prompts(transformer_options)
+    if call.batch % len(prompts):
         prompts = [None]
     rows = call.batch // len(prompts)
     keys = [_key(layer, call, rows, v, prompt) for prompt in prompts]
     chunks = [v[i * rows : (i + 1) * rows] for i in range(len(prompts))]
     return _joined(_refreshed(run, forward, keys, chunks, layout))
+
+
+def _prompts(transformer_options: dict) -> list:
+    """What tells the chunks of a call apart: side, identity, and a number where ComfyUI copied an area prompt."""
+    uuids = transformer_options.get("uuids") or [None]
+    sides = transformer_options.get("cond_or_uncond") or []
+    chunks = list(zip_longest(sides[: len(uuids)], uuids))
+    return [(*chunk, chunks[:index].count(chunk)) for index, chunk in enumerate(chunks)]
 
 
 def _key(layer: Layer, call: AttentionCall, rows: int, v: Tensor, prompt) -> tuple:
