@@ -4,7 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 import vc_attention
 
 try:
