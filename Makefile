@@ -16,7 +16,7 @@ IN_VENV := $(VENV)/bin/python
 SHIM := $(CURDIR)/build/shim
 COMFY_TOOLS := $(CURDIR)/build/comfy-tools
 
-.PHONY: help demo demo-comfy lint format test test-gpu test-comfy clean venv-demo venv-test shim
+.PHONY: help demo demo-comfy lint format test test-gpu test-comfy bench table clean venv-demo venv-test shim
 
 help:
 	@echo "make demo        render a clip twice, exact and with VC-Attention, into demo/output/ (ARGS='--mode 4-bit')"
@@ -25,6 +25,8 @@ help:
 	@echo "make test        lint, tests that need no GPU and no ComfyUI, and the installed wheel"
 	@echo "make test-gpu    tests of the GPU kernels, with this machine's python3 and torch"
 	@echo "make test-comfy  tests inside a real ComfyUI (COMFYUI_PATH, COMFYUI_PYTHON)"
+	@echo "make bench       time the GPU kernels against every peer found here, append rows to benchmarks/results/"
+	@echo "make table       draw the README's tables from the rows"
 	@echo "make clean       remove what these commands made"
 
 venv-demo:
@@ -66,6 +68,12 @@ test-comfy: shim
 	    $(COMFYUI_PYTHON) -m pip install --quiet --target $(COMFY_TOOLS) pytest
 	PYTHONPATH=$(SHIM):$(COMFY_TOOLS) PYTHONSAFEPATH=1 REQUIRE=comfy COMFYUI_PATH=$(COMFYUI_PATH) \
 	    $(COMFYUI_PYTHON) -m pytest tests/comfy $(ARGS)
+
+bench: shim
+	PYTHONPATH=$(SHIM) $(PYTHON) benchmarks/bench.py $(ARGS)
+
+table: venv-test
+	$(IN_VENV) benchmarks/table.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo/output .pytest_cache .ruff_cache .hypothesis

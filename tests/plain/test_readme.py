@@ -1,0 +1,64 @@
+"""The README's tables are drawn from rows: dispatch rows for support, result rows for speed."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def table():
+    spec = importlib.util.spec_from_file_location("vc_benchmarks_table", ROOT / "benchmarks" / "table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_is_what_the_rows_say(table, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["table.py", "--check"])
+    assert table.main() == 0, "run `make table`"
+
+
+def test_a_changed_table_is_noticed(table, monkeypatch, tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    changed = tmp_path / "README.md"
+    changed.write_text(text.replace("RTX 40", "RTX 41"), encoding="utf-8")
+    monkeypatch.setattr(table, "README", changed)
+    monkeypatch.setattr(sys, "argv", ["table.py", "--check"])
+    assert table.main() == 1
+
+
+def test_every_family_and_every_implementation_has_a_line(table):
+    from vc_attention.arch import FAMILIES
+    from vc_attention.dispatch import IMPLEMENTATIONS
+
+    made = table.support_table()
+    for family in FAMILIES:
+        assert f"| {family.cards} | {family.family} | {family.mode} |" in made
+    for row in IMPLEMENTATIONS:
+        assert f"`{row.name}`" in made
+        assert row.status in made
+
+
+def test_speed_table_takes_the_newest_run_and_names_the_baseline(table, monkeypatch, tmp_path):
+    def row(run, implementation, settings, ms):
+        shape = [1, 12, 32768, 128]
+        common = {"run": run, "date": "2026-01-02T03:04:05Z", "gpu": "Card", "driver": "1", "torch": "2", "commit": "c"}
+        return {**common, "operation": "complete_call", "implementation": implementation, "settings": settings} | {
+            "shape": shape,
+            "ms_p50": ms,
+            "rel_l2": 0.0435,
+        }
+
+    rows = [row("old", "cuda", "held grouping", 99.0), row("new", "sdpa_cudnn", "", 20.0)]
+    rows += [row("new", "sdpa_flash", "", 30.0), row("new", "cuda", "held grouping", 8.0)]
+    (tmp_path / "card.jsonl").write_text("\n".join(map(table.json.dumps, rows)) + "\n")
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    made = table.speed_tables()
+    assert "99" not in made
+    assert "| **VC Attention, 8-bit, grouping held** | 8.0 ms (2.50) | 0.0435 |" in made
+    assert "cuDNN" in made
+    assert "30.0 ms (0.67)" in made
