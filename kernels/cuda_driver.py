@@ -10,6 +10,7 @@ from .errors import KernelUnavailable
 from .nvrtc import Source, cubin, install_sentence
 
 _lock = threading.Lock()
+_thread = threading.local()
 _modules: dict[tuple[Source, int], object] = {}
 _functions: dict[tuple[Kernel, int], object] = {}
 
@@ -41,7 +42,9 @@ def launch(kernel: Kernel, device, grid: tuple[int, int, int], threads: int, arg
     import torch
 
     with torch.cuda.device(device):
-        function = _function(kernel, torch.cuda.current_device())
+        device_index = torch.cuda.current_device()
+        function = _function(kernel, device_index)
+        _bind_context(device_index)
         stream = torch.cuda.current_stream().cuda_stream
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         shape = (*grid, threads, 1, 1, kernel.shared_bytes)
@@ -67,6 +70,17 @@ def driver():
     return module
 
 
+def _bind_context(device_index: int) -> None:
+    """Make the device's context current in a thread whose torch calls were all served without the CUDA runtime."""
+    if device_index in _thread.__dict__.setdefault("bound", set()):
+        return
+    bindings = driver()
+    if not int(check(bindings.cuCtxGetCurrent())):
+        device = check(bindings.cuDeviceGet(device_index))
+        check(bindings.cuCtxSetCurrent(check(bindings.cuDevicePrimaryCtxRetain(device))))
+    _thread.bound.add(device_index)
+
+
 def _function(kernel: Kernel, device_index: int):
     """The kernel's handle in the device's context, loaded once."""
     key = (kernel, device_index)
@@ -84,10 +98,12 @@ def _load(kernel: Kernel, device_index: int):
 
     if torch.cuda.is_current_stream_capturing():
         raise KernelUnavailable(f"{kernel.name} must run once before a CUDA graph is captured")
-    bindings = driver()
     key = (kernel.source, device_index)
-    if key not in _modules:
-        _modules[key] = check(bindings.cuModuleLoadData(cubin(kernel.source)))
+    code = None if key in _modules else cubin(kernel.source)
+    bindings = driver()
+    _bind_context(device_index)
+    if code is not None:
+        _modules[key] = check(bindings.cuModuleLoadData(code))
     function = check(bindings.cuModuleGetFunction(_modules[key], kernel.name.encode()))
     if kernel.shared_bytes:
         attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -83,7 +83,7 @@ def group_cuda(v: Tensor, centroids: Tensor | None, clusters: int, iterations: i
         "count": new(rows, clusters, dtype=torch.int32),
         "partial": new(rows, slots, HEAD_DIM),
     }
-    previous = None if centroids is None else centroids.contiguous()
+    previous = None if centroids is None else centroids.float().contiguous()
 
     def params(count: int, step: int) -> _Params:
         return _Params(

@@ -253,7 +253,7 @@ STRANGE = {
     "other head dim": torch.zeros(2, 3, 50, 8),
     "wide": torch.zeros(2, 3, 50, 300),
     "sparse": torch.zeros(SHAPE).to_sparse(),
-    "nested": torch.nested.nested_tensor([torch.zeros(3, 5, 16), torch.zeros(3, 4, 16)], layout=torch.jagged)
+    "nested": torch.nested.nested_tensor([torch.zeros(3, 5, 16), torch.zeros(4, 5, 16)], layout=torch.jagged)
     if hasattr(torch, "jagged")
     else None,
 }

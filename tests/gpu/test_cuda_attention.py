@@ -1,0 +1,306 @@
+"""The attention kernel alone, on operands of the specification: against its emulation and against exact attention."""
+
+import dataclasses
+
+import pytest
+import torch
+from vc_attention.attend.cuda import attend_cuda
+from vc_attention.attend.hopper import attend_hopper
+from vc_attention.quantize.hopper import KEY_ORDER, MEAN_ORDER, hopper_operands
+from vc_attention.testing import quantization_error, relative_l2
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+D, BLOCK = 128, 128
+SCALE = D**-0.5
+DTYPES = (torch.bfloat16, torch.float16)
+# Measured on an H200: at most 1.9e-3 and 3.3e-4, of which rounding the output is 1.7e-3 and 2.1e-4.
+EMULATION_LIMIT = {torch.bfloat16: 3e-3, torch.float16: 1e-3}
+EXACT_LIMIT = 4.5e-2  # measured at most 3.0e-2: the offset of the values adds to the norm, not to the error
+LENGTHS = (*range(1, 131), 255, 257, 640, 1023, 4095, 4096, 4097, 32760, 75600)
+Q_LENGTHS = (1, 257, 64, 129, 15, 640, 128, 63, 200, 2, 255, 1000, 65)
+TILES = (*range(1, 38), 47, 48, 49, 63, 64, 65)
+FIELDS = ("q8", "q_scale", "k8", "v8", "v_scale", "means")
+
+
+def inputs(batch, heads, q_tokens, tokens, dtype=torch.bfloat16, seed=0):
+    """Normal q, k, v, the values with an offset; made on the CPU, so that their errors are known without a GPU."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(length):
+        return torch.randn(batch, heads, length, D, generator=generator).to(DEVICE, dtype)
+
+    return normal(q_tokens), normal(tokens), normal(tokens) + 0.25
+
+
+def random_order(batch, heads, tokens, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(batch, heads, tokens, generator=generator).argsort(-1).int().to(DEVICE)
+
+
+def operands_of(q, k, v, permutation=None, demean=True):
+    return hopper_operands(q, k, v, scale=SCALE, permutation=permutation, demean=demean)
+
+
+def unwritten(q):
+    return torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+
+
+def ran(operands, q, means=True):
+    """What the kernel writes into memory full of NaN."""
+    out = unwritten(q)
+    attend_cuda(operands, out, means=means)
+    return out
+
+
+def emulated(operands, like, means=True):
+    return attend_hopper(operands, like.shape[2], means=means).reshape(like.shape)
+
+
+def with_margin(batch, heads, q_tokens, dtype):
+    """Memory [B, S + 3, H * D + 64], all NaN, and the view of it that attention writes."""
+    memory = torch.full((batch, q_tokens + 3, heads * D + 64), float("nan"), device=DEVICE, dtype=dtype)
+    return memory, memory[:, :q_tokens, : heads * D].unflatten(2, (heads, D)).transpose(1, 2)
+
+
+def with_garbage(operands, q_tokens):
+    """The same operands with the padding full of finite garbage, and NaN as scale of the padding rows."""
+    q8, q_scale, k8, v8, means = (
+        x.clone() for x in (operands.q8, operands.q_scale, operands.k8, operands.v8, operands.means)
+    )
+
+    def noise(like):
+        return torch.randint(-127, 128, like.shape, device=DEVICE, dtype=torch.int8)
+
+    q8[:, q_tokens:] = noise(q8[:, q_tokens:])
+    q_scale[:, q_tokens:] = float("nan")
+    k8[:, operands.kv_length :] = noise(k8[:, operands.kv_length :])
+    place = torch.arange(v8.shape[2], device=DEVICE)
+    padding = place // 32 * 32 + torch.tensor(KEY_ORDER, device=DEVICE)[place % 32] >= operands.kv_length
+    v8[:, :, padding] = torch.randint(0, 127, v8[:, :, padding].shape, device=DEVICE, dtype=torch.uint8)
+    slot = torch.arange(means.shape[2], device=DEVICE)
+    block = slot // 16 * 16 + torch.tensor(MEAN_ORDER, device=DEVICE)[slot % 16]
+    means[:, :, block >= k8.shape[1] // BLOCK] = 50000.0
+    return dataclasses.replace(operands, q8=q8, q_scale=q_scale, k8=k8, v8=v8, means=means)
+
+
+# Lengths
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_kernel_is_its_emulation_and_near_exact_attention(tokens):
+    dtype, q_tokens = DTYPES[tokens % 2], Q_LENGTHS[tokens % len(Q_LENGTHS)]
+    batch, heads = (2, 2) if tokens < 5000 else (1, 2)
+    q, k, v = inputs(batch, heads, q_tokens, tokens, dtype, seed=tokens)
+    operands = operands_of(q, k, v, random_order(batch, heads, tokens) if tokens % 3 else None)
+    memory, out = with_margin(batch, heads, q_tokens, dtype)
+    attend_cuda(operands, out)
+    clean = out.clone()
+    assert clean.isfinite().all(), "not every element was written"
+    memory[:, :q_tokens, : heads * D] = float("nan")
+    assert memory.isnan().all(), "written outside of the output"
+    assert relative_l2(clean, emulated(operands, clean)) < EMULATION_LIMIT[dtype]
+    assert quantization_error(clean, q, k, v) < EXACT_LIMIT
+    attend_cuda(with_garbage(operands, q_tokens), out)
+    assert torch.equal(out, clean), "garbage in the padding changed the output"
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_every_place_of_the_last_tile_among_the_quads_and_groups(tiles):
+    for short in (0, 37):  # a whole last tile; one with padding keys
+        q, k, v = inputs(1, 2, 128, tiles * BLOCK - short, seed=tiles)
+        operands = operands_of(q, k, v)
+        out = ran(operands, q)
+        assert relative_l2(out, emulated(operands, out)) < EMULATION_LIMIT[q.dtype]
+        assert quantization_error(out, q, k, v) < EXACT_LIMIT
+
+
+# Inputs made to hurt
+
+LONG = 33 * BLOCK - 37
+
+
+def rising(step):
+    """A common direction in q and k lifts whole tiles, by about 1.5 nats a step."""
+
+    def change(q, k):
+        q[..., 0] = 4.0
+        k[..., 0] = (step * 4.2).to(k)
+
+    return change
+
+
+def scaled(factor):
+    def change(q, k):
+        q *= factor
+
+    return change
+
+
+TILE = torch.arange(LONG).div(BLOCK, rounding_mode="floor").float()
+ADVERSARIAL = {
+    "q * 40": scaled(40),
+    "q * 0.01": scaled(0.01),
+    "q * 0": scaled(0),
+    "q * 1e4, beyond the largest q_scale": scaled(1e4),
+    "a new maximum in every tile": rising(TILE),
+    "falling tiles": rising(33 - TILE),
+    "one tile far above": rising((TILE == 20) * 60.0),
+    "the last tile far above": rising((TILE == 32) * 3e4),
+}
+
+
+@pytest.mark.parametrize("name", list(ADVERSARIAL))
+def test_adversarial_scores(name):
+    q, k, v = inputs(1, 2, 300, LONG)
+    ADVERSARIAL[name](q, k)
+    operands = operands_of(q, k, v)  # in sequence order, so that tiles stay tiles
+    out = ran(operands, q)
+    assert relative_l2(out, emulated(operands, out)) < EMULATION_LIMIT[q.dtype]
+
+
+VALUES = {
+    "constant": lambda v: v * 0 + 1.7,
+    "zero": lambda v: v * 0,
+    "huge": lambda v: v * 1e36,
+    "tiny": lambda v: v * 1e-37,
+    "mean 1e6 times the residual": lambda v: v + 1e6,
+    "one zero channel": lambda v: v * (torch.arange(D, device=v.device) > 0),
+    "one channel 2000 times the others": lambda v: v * (1 + 1999 * (torch.arange(D, device=v.device) == 11)),
+    "a block of zeros": lambda v: v * (torch.arange(v.shape[2], device=v.device) // BLOCK != 3)[:, None],
+    "mean moving along the sequence": lambda v: v + torch.linspace(-3, 3, v.shape[2], device=v.device)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", list(VALUES))
+def test_value_extremes(name):
+    q, k, v = inputs(1, 2, 130, 1000)
+    v = VALUES[name](v).to(q.dtype)
+    operands = operands_of(q, k, v)
+    out = ran(operands, q)
+    expected = emulated(operands, out)
+    assert out.isfinite().all()
+    if name == "constant":
+        assert torch.equal(out, v[:, :, :1].expand_as(out))  # the weights of the means add up to one
+    elif name == "zero":
+        assert (out == 0).all()
+    else:
+        unit = v.double().abs().amax()  # the smallest values come out as zero, in both
+        difference = ((out.double() - expected.double()) / unit).norm() / (expected.double() / unit).norm().clamp_min(
+            1e-30
+        )
+        assert difference < EMULATION_LIMIT[q.dtype]
+
+
+def raw_scale(q_scale, rows):
+    """A q_scale of the contract, 0.16 being the smallest half not below it."""
+    half = torch.full((2, rows), q_scale).half()
+    if half[0, 0].item() < q_scale:
+        half = (half.view(torch.int16) + 1).view(torch.float16)
+    return half.float().to(DEVICE)
+
+
+@pytest.mark.parametrize("pattern", ["random", "rise", "fall", "flip"])
+@pytest.mark.parametrize("q_scale", [0.16, 1.0, 128.0])
+def test_raw_operands_over_the_whole_int8_range(pattern, q_scale):
+    rows, tokens = 256, 2100
+    base = operands_of(*inputs(1, 2, rows, tokens))
+    generator = torch.Generator().manual_seed(1)
+    q8, k8 = (
+        torch.randint(-127, 128, x.shape, generator=generator, dtype=torch.int8).to(DEVICE) for x in (base.q8, base.k8)
+    )
+    if pattern != "random":  # q8 all 127: the score of a constant key row is its value times 16129
+        q8.fill_(127)
+        ramp = torch.linspace(-127, 127, k8.shape[1], device=DEVICE)
+        flip = 127 - 254.0 * (torch.arange(k8.shape[1], device=DEVICE) < tokens - 5)
+        rows_of_k = {"rise": ramp, "fall": -ramp, "flip": flip}[pattern]
+        k8[:] = rows_of_k.round().to(torch.int8)[None, :, None]
+    k8[:, tokens:] = 0
+    operands = dataclasses.replace(base, q8=q8, k8=k8, q_scale=raw_scale(q_scale, rows))
+    out = torch.full((1, 2, rows, D), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    attend_cuda(operands, out)
+    assert relative_l2(out, emulated(operands, out)) < EMULATION_LIMIT[out.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_means(dtype):
+    q, k, v = inputs(1, 2, 257, 2500, dtype)
+    operands = operands_of(q, k, v, demean=False)
+    out = ran(operands, q, means=False)
+    assert relative_l2(out, emulated(operands, out, means=False)) < EMULATION_LIMIT[dtype]
+    assert quantization_error(out, q, k, v) < EXACT_LIMIT
+
+
+def test_a_head_alone_gives_the_bits_it_gives_in_a_batch():
+    q, k, v = inputs(2, 3, 300, 700)
+    out = ran(operands_of(q, k, v), q)
+    alone = ran(operands_of(q[1:, 2:], k[1:, 2:], v[1:, 2:]), q[1:, 2:])
+    assert torch.equal(alone, out[1:, 2:])
+
+
+# Launches
+
+
+def test_repeats_streams_and_graphs_give_the_same_bits():
+    q, k, v = inputs(1, 6, 4196, 4196)
+    operands = operands_of(q, k, v)
+    out = unwritten(q)
+    attend_cuda(operands, out)
+    first = out.clone()
+    differing = 0
+    for _ in range(30):
+        out.fill_(float("nan"))
+        attend_cuda(operands, out)
+        differing += int(not torch.equal(out, first))
+    assert differing == 0, f"{differing} of 30 repeats differ"
+
+    out.fill_(float("nan"))
+    torch.cuda.synchronize()
+    stream, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
+    with torch.cuda.stream(stream):
+        attend_cuda(operands, out)
+    assert torch.cuda.memory_allocated() == before
+    stream.synchronize()
+    assert torch.equal(out, first)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_cuda(operands, out)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, first)
+    other = operands_of(*inputs(1, 6, 4196, 4196, seed=5))
+    expected = ran(other, q)
+    for name in FIELDS:
+        getattr(operands, name).copy_(getattr(other, name))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, first)
+
+
+def test_offsets_beyond_two_to_the_31():
+    # K and V of 256 long heads, and an output whose two batches lie 2^31 elements apart; heads alone are the reference.
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    heads, padded = 256, 75648
+    small = operands_of(*inputs(2, 128, 130, 130))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    operands = dataclasses.replace(
+        small,
+        k8=torch.randint(-40, 41, (heads, padded, D), device=DEVICE, dtype=torch.int8, generator=generator),
+        v8=torch.randint(0, 120, (heads, D, padded), device=DEVICE, dtype=torch.uint8, generator=generator),
+        means=torch.randn(heads, D, 592, device=DEVICE, generator=generator).half(),
+        kv_length=padded - 50,
+    )
+    memory = torch.full((2**31 + 2**24,), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    out = memory.as_strided((2, 128, 130, D), (2**31, D, 128 * D, 1))
+    attend_cuda(operands, out)
+    for head in (0, 127, 128, 255):
+        alone = dataclasses.replace(operands, **{name: getattr(operands, name)[head : head + 1] for name in FIELDS})
+        expected = torch.full((1, 1, 130, D), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+        attend_cuda(alone, expected)
+        assert expected.isfinite().all()
+        assert torch.equal(out[head // 128, head % 128], expected[0, 0]), f"head {head}"
