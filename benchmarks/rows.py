@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,14 +18,21 @@ def environment() -> dict:
     """What every row of a run shares: when, which code, which machine."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
+        **_code(),
         "gpu": torch.cuda.get_device_name(),
         "driver": _nvidia_smi("driver_version"),
         "power_limit_w": float(_nvidia_smi("power.limit")),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+
+
+def _code() -> dict:
+    """The commit, and whether files differ from it. A copy without git names its commit in VC_BENCH_COMMIT."""
+    named = os.environ.get("VC_BENCH_COMMIT")
+    if named:
+        return {"commit": named, "dirty": False}
+    return {"commit": _git("rev-parse", "--short", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
 
 
 def append(rows: list[dict], path: Path) -> None:

@@ -13,6 +13,7 @@ _lock = threading.Lock()
 _thread = threading.local()
 _modules: dict[tuple[Source, int], object] = {}
 _functions: dict[tuple[Kernel, int], object] = {}
+_shared_limits: dict[tuple[Source, str, int], int] = {}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,10 @@ def _load(kernel: Kernel, device_index: int):
     if code is not None:
         _modules[key] = check(bindings.cuModuleLoadData(code))
     function = check(bindings.cuModuleGetFunction(_modules[key], kernel.name.encode()))
-    if kernel.shared_bytes:
+    # One function serves launches of several sizes: its limit may only grow.
+    limit_key = (kernel.source, kernel.name, device_index)
+    if kernel.shared_bytes > _shared_limits.get(limit_key, 0):
         attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(bindings.cuFuncSetAttribute(function, attribute, kernel.shared_bytes))
+        _shared_limits[limit_key] = kernel.shared_bytes
     return function

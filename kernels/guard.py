@@ -82,12 +82,11 @@ def self_test(device, dtype) -> str | None:
         q, k, v = clustered_qkv((3, 24, 33), heads=2, dtype=dtype, device=device)  # 19 tiles, the last one short
         q = q[:, :, :200]
         permutation, _ = group_cuda(v, None, 16, 2)
+        fault = _grouping_fault(v, permutation)
+        if fault is not None:  # positions outside the sequence would fault in the preparation
+            return fault
         operands = prepare(q, k, v, scale=0.1, permutation=permutation)
-        return (
-            _grouping_fault(v, permutation)
-            or _operand_fault(q, k, v, permutation, operands)
-            or _output_fault(operands, q)
-        )
+        return _operand_fault(q, k, v, permutation, operands) or _output_fault(operands, q)
 
 
 def _grouping_fault(v, permutation) -> str | None:

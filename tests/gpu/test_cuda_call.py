@@ -29,7 +29,7 @@ D = 128
 SCALE = D**-0.5
 DTYPES = (torch.bfloat16, torch.float16)
 # Measured on an H200: at most 1.9e-3 and 3.3e-4, of which rounding the output is 1.7e-3 and 2.1e-4.
-EMULATION_LIMIT = {torch.bfloat16: 3e-3, torch.float16: 1e-3}
+EMULATION_LIMIT = {torch.bfloat16: 3e-3, torch.float16: 2e-3}
 RANDOM_LIMIT = 4.5e-2  # measured 4.0e-2 to 4.43e-2
 SHORT_LIMIT = 5e-2  # measured 4.3e-2; a few rows of a few keys
 CLUSTERED_LIMIT = 3e-2  # measured 2.5e-2 to 2.7e-2
