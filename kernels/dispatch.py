@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from .arch import EIGHT_BIT, MODES, family_row, why_no_mode
+from .arch import EIGHT_BIT, FAMILIES, MODES, family_row, why_no_mode
 from .errors import InvalidArgument, UnsupportedCall
 
 AUTO = "auto"
@@ -48,7 +48,7 @@ class Implementation:
         if self.families is not None and call.family not in self.families:
             return f"runs on {', '.join(self.families)}, not on {call.family}"
         if call.mode not in self.modes:
-            return f"has no {call.mode} mode"
+            return f"has no {call.mode} mode{_made_for(call.mode)}"
         if call.dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {call.dtype}"
         smallest, largest = self.head_dims
@@ -138,6 +138,12 @@ def why_no_kernel(family: str) -> str:
     if row is None:
         return why_no_mode(family)
     return f"this version has no GPU kernel for {row.cards} ({family}) yet"
+
+
+def _made_for(mode: str) -> str:
+    """Which cards a mode is for, to end a refusal with."""
+    cards = ", ".join(family.cards for family in FAMILIES if family.mode == mode)
+    return f", which is for {cards}" if cards else ""
 
 
 def _is_for_family(row: Implementation, family: str) -> bool:

@@ -94,6 +94,12 @@ def test_reference_refuses_with_what_it_takes_and_what_came(call, words):
         assert word in raised.value.reasons["reference"]
 
 
+def test_a_mode_asked_on_the_wrong_card_names_the_right_ones():
+    with pytest.raises(UnsupportedCall) as raised:
+        choose(replace(CALL, mode=FOUR_BIT))
+    assert raised.value.reasons == {"cuda": "has no 4-bit mode, which is for RTX PRO 6000, RTX 50, DGX Spark"}
+
+
 # The choice, on made-up rows
 
 
