@@ -6,7 +6,7 @@ import logging
 async def comfy_entrypoint():
     """The pack's extension. ComfyUI shows an error from here as one line, so the traceback is logged first."""
     try:
-        from .patch import build_extension
+        from .extension import build_extension
 
         return build_extension()
     except Exception:

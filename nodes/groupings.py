@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels import Grouping, group_values
 from .call import AttentionCall
-from .position import Forward, Layer
+from .position import Forward, Layer, Place, place_of
 from .run_state import HeldGrouping, RunState
 
 
@@ -37,15 +37,16 @@ def grouping_for(
     Context windows hold nothing: windows may move from step to step, and a grouping per window and layer would
     multiply the memory. Inside the grouping window they are grouped afresh in every call.
     """
+    place = place_of(forward, transformer_options, layer)
     if transformer_options.get("context_window") is not None:
-        return _make(run, forward, v, None, layout) if forward.position.grouping else None
+        return _make(run, place, v, None, layout) if forward.position.grouping else None
     prompts = _prompts(transformer_options)
     if call.batch % len(prompts):
         prompts = [None]
     rows = call.batch // len(prompts)
     keys = [_key(layer, call, rows, v, prompt) for prompt in prompts]
     chunks = [v[i * rows : (i + 1) * rows] for i in range(len(prompts))]
-    return _joined(_refreshed(run, forward, keys, chunks, layout))
+    return _joined(_refreshed(run, forward, place, keys, chunks, layout))
 
 
 def _prompts(transformer_options: dict) -> list:
@@ -61,14 +62,14 @@ def _key(layer: Layer, call: AttentionCall, rows: int, v: Tensor, prompt) -> tup
 
 
 def _refreshed(
-    run: RunState, forward: Forward, keys: list[tuple], values: list[Tensor], layout: str
+    run: RunState, forward: Forward, place: Place, keys: list[tuple], values: list[Tensor], layout: str
 ) -> list[Grouping | None]:
     """The grouping of each chunk, regrouped where due; None for a prompt that first came after the window."""
     step, in_window = forward.position.step, forward.position.grouping
     for key, value in zip(keys, values, strict=True):
         held = run.groupings.get(key)
         if run.policy.regroup(in_window, step, held.step if held else None):
-            made = _make(run, forward, value, held.grouping if held else None, layout)
+            made = _make(run, place, value, held.grouping if held else None, layout)
             run.groupings[key] = HeldGrouping(made, step)
     return [run.groupings[key].grouping if key in run.groupings else None for key in keys]
 
@@ -86,7 +87,7 @@ def _sequence_order(like: Grouping) -> Grouping:
     return Grouping(order.expand_as(like.permutation), like.centroids)
 
 
-def _make(run: RunState, forward: Forward, v: Tensor, previous: Grouping | None, layout: str) -> Grouping:
+def _make(run: RunState, place: Place, v: Tensor, previous: Grouping | None, layout: str) -> Grouping:
     tokens = v.shape[1 if layout == "BSHD" else 2]
     wanted = min(run.settings.clusters, tokens) or None
     with _allocations_that_stay():
@@ -97,7 +98,7 @@ def _make(run: RunState, forward: Forward, v: Tensor, previous: Grouping | None,
             layout=layout,
             implementation=run.settings.implementation,
         )
-    run.count_regrouped(forward.position.step)
+    run.count_regrouped(place)
     return grouping
 
 

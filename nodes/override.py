@@ -12,7 +12,7 @@ from ..kernels import InvalidArgument, UnsupportedCall, attention, support
 from .accept import OUTSIDE_FORWARD, Reason, failed, unserved, why_not, why_not_here
 from .call import AttentionCall, comfy_output, operands, read_call
 from .groupings import grouping_for
-from .position import Forward, Layer
+from .position import Forward, Layer, place_of
 from .run_state import FORWARD_KEY, RUN_KEY, RunState
 
 log = logging.getLogger("VC Attention")
@@ -29,12 +29,13 @@ def make_override(token: str, previous: Callable | None) -> Callable:
     """
 
     def vc_attention_override(func, *args, **kwargs):
-        run = (kwargs.get("transformer_options") or {}).get(RUN_KEY)
+        options = kwargs.get("transformer_options") or {}
+        run = options.get(RUN_KEY)
         if getattr(run, "token", None) == token:
             reason, output = _serve(run, args, kwargs)
             if reason is None:
                 return output
-            run.count_declined(reason, _name(previous or func))
+            run.count_declined(reason, _name(previous or func), place_of(options.get(FORWARD_KEY), options))
         if previous is not None:
             return previous(func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -105,7 +106,8 @@ def _accelerate(
     served = support(q, k, v, mode=settings.mode, implementation=settings.implementation, layout=layout)
     if not served:
         return unserved(served.why), None
-    with run.stopwatch.measure(q.device):
+    place = place_of(forward, options, layer)
+    with run.stopwatch.measure(q.device, place):
         output = attention(
             q,
             k,
@@ -117,7 +119,7 @@ def _accelerate(
             implementation=settings.implementation,
         )
     output = comfy_output(call, output, layout)
-    run.count_accelerated(layer, served.mode, served.implementation)
+    run.count_accelerated(place, served.mode, served.implementation)
     return None, output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comfy_api.latest import ComfyExtension, io
+from comfy_api.latest import io
 
 from .model_patch import patch_model, unpatch_model
 from .settings import IMPLEMENTATIONS, MIN_TOKENS, MODES, MOST_CLUSTERS, MOST_TOKENS, Settings, parse_blocks
@@ -25,6 +25,17 @@ class VCAttentionPatch(io.ComfyNode):
             inputs=[io.Model.Input("model"), *_main_widgets(), *map(_advanced, _advanced_widgets())],
             outputs=[io.Model.Output()],
             hidden=[io.Hidden.unique_id],
+            search_aliases=[
+                "vc attention",
+                "vsmooth",
+                "expcast",
+                "low-bit attention",
+                "int8 attention",
+                "fp8 attention",
+                "fp4 attention",
+                "faster attention",
+                "speed up video",
+            ],
         )
 
     @classmethod
@@ -175,14 +186,3 @@ def _advanced(widget):
     """Fold the widget away; a later ComfyUI than 0.3.75 has an argument for this, but reads it from here too."""
     widget.extra_dict["advanced"] = True
     return widget
-
-
-class VCAttentionExtension(ComfyExtension):
-    async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [VCAttentionPatch]
-
-
-def build_extension() -> VCAttentionExtension:
-    """Builds the node's schema once here, so that an incompatible ComfyUI shows up when the pack loads."""
-    VCAttentionPatch.define_schema()
-    return VCAttentionExtension()

@@ -69,6 +69,23 @@ class Layer(NamedTuple):
         return self.ordinal if self.block_index is None else self.block_index
 
 
+class Place(NamedTuple):
+    """A block of the model at a step of the schedule; None where the call or the model does not say."""
+
+    step: int | None
+    block_type: str | None
+    block: int | None
+
+
+def place_of(forward: Forward | None, transformer_options: dict, layer: Layer | None = None) -> Place:
+    """Where a call is counted. Calls declined before they have a layer go by the model's own block number."""
+    step = None if forward is None else forward.position.step
+    if layer is not None:
+        return Place(step, layer.block_type, layer.block)
+    index = transformer_options.get("block_index")
+    return Place(step, None if index is None else transformer_options.get("block_type"), index)
+
+
 class Forward:
     """One evaluation of the model on one batch of prompts: counts the calls inside each block."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 
 from .accept import Reason
+from .host import send_text
 from .run_state import RunState, Tally
 
 log = logging.getLogger("VC Attention")
@@ -14,13 +14,17 @@ log = logging.getLogger("VC Attention")
 MOST_REASONS = 4
 
 
-def report(run: RunState, replaced_by: str | None, completed: bool, node_id: str | None) -> None:
-    """One log line and one text on the node. A finished render without an accelerated call is a warning."""
+def report(run: RunState, replaced_by: str | None, completed: bool, node_id: str | None) -> list[str]:
+    """One log line and one text on the node; returns their parts.
+
+    A finished render without an accelerated call is a warning.
+    """
     lines = summary(run, replaced_by, completed)
     idle = completed and run.tally.accelerated == 0
     node = "" if node_id is None else f" (node {node_id})"
     log.log(logging.WARNING if idle else logging.INFO, "VC Attention%s: %s", node, "; ".join(lines))
-    _show_on_node("\n".join(lines), node_id)
+    send_text("\n".join(lines), node_id)
+    return lines
 
 
 def summary(run: RunState, replaced_by: str | None, completed: bool) -> list[str]:
@@ -90,14 +94,3 @@ def _time(run: RunState) -> str:
     attention = run.stopwatch.seconds()
     total = time.perf_counter() - run.started
     return f"accelerated attention took {attention:.1f} s of {total:.1f} s"
-
-
-def _show_on_node(text: str, node_id: str | None) -> None:
-    """Under the node in the browser; nothing where ComfyUI runs without its server."""
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    if server is None or node_id is None:
-        return
-    try:
-        server.send_progress_text(text, node_id)
-    except Exception:
-        log.debug("the node's text could not be shown", exc_info=True)

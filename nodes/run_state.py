@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..kernels import Grouping, GroupingPolicy, Schedule
 from .accept import Reason
-from .position import Forward, Layer, Position, locate
+from .position import Forward, Layer, Place, Position, locate
 from .settings import Settings
 from .timing import Stopwatch
 
@@ -41,6 +41,8 @@ class RunState:
         self.tally = Tally()
         self.switched_off: Reason | None = None
         self.started: float | None = None
+        self.step = 0  # of the evaluation at hand
+        self.live = None  # tells the browser about this run; see status.py
         self._located: tuple | None = None
         self._lock = threading.Lock()
 
@@ -48,7 +50,9 @@ class RunState:
         """A new evaluation of the model at one noise level (a tensor; all its rows are equal)."""
         if self.started is None:
             self.started = time.perf_counter()
-        return Forward(self._position(sigma))
+        position = self._position(sigma)
+        self.step = position.step
+        return Forward(position)
 
     def _position(self, sigma) -> Position:
         """The tensor's value is fetched from the GPU once per model evaluation: its forwards share the tensor."""
@@ -58,24 +62,27 @@ class RunState:
             self._located = located
         return located[1]
 
-    def count_declined(self, reason: Reason, attention: str) -> None:
+    def count_declined(self, reason: Reason, attention: str, place: Place) -> None:
         with self._lock:
             self.tally.declined[reason] += 1
             self.tally.fallbacks[attention] += 1
+            self.tally.declined_at[place] += 1
 
-    def count_accelerated(self, layer: Layer, mode: str, implementation: str) -> None:
+    def count_accelerated(self, place: Place, mode: str, implementation: str) -> None:
         with self._lock:
             self.tally.accelerated += 1
-            self.tally.blocks.add((layer.block_type, layer.block))
+            self.tally.blocks.add((place.block_type, place.block))
             self.tally.served_by.add((mode, implementation))
+            self.tally.accelerated_at[place] += 1
 
     def count_block(self, layer: Layer) -> None:
         with self._lock:
             self.tally.blocks_seen.add((layer.block_type, layer.block))
 
-    def count_regrouped(self, step: int) -> None:
+    def count_regrouped(self, place: Place) -> None:
         with self._lock:
-            self.tally.regrouped[step] += 1
+            self.tally.regrouped[place.step] += 1
+            self.tally.regrouped_at[place] += 1
 
     def switch_off(self, reason: Reason) -> bool:
         """Accelerate nothing more in this run. True the first time."""
@@ -101,6 +108,9 @@ class Tally:
         self.blocks_seen: set[tuple] = set()
         self.served_by: set[tuple[str, str]] = set()
         self.regrouped: Counter[int] = Counter()
+        self.accelerated_at: Counter[Place] = Counter()
+        self.declined_at: Counter[Place] = Counter()
+        self.regrouped_at: Counter[Place] = Counter()
 
     @property
     def calls(self) -> int:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from .override import TOKEN_ATTRIBUTE
 from .position import schedule_of
+from .record import RECORD, entry_of
 from .report import report
 from .run_state import FORWARD_KEY, RUN_KEY, RunState
 from .settings import Settings
+from .status import LiveStatus
 
 log = logging.getLogger("VC Attention")
 
@@ -22,6 +24,7 @@ def make_run_wrapper(token: str, settings: Settings, node_id: str | None) -> Cal
         original = guider.model_options
         sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
         run = RunState(token, settings, schedule_of(guider, sigmas))
+        run.live = LiveStatus(node_id)
         guider.model_options = _with(original, RUN_KEY, run)
         completed = False
         try:
@@ -53,7 +56,9 @@ def _in_new_forward(transformer_options: dict, t) -> dict:
     if run is None:
         return transformer_options
     sigma = transformer_options.get("sigmas")
-    return {**transformer_options, FORWARD_KEY: run.begin_forward(t if sigma is None else sigma)}
+    forward = run.begin_forward(t if sigma is None else sigma)
+    _say_where_it_is(run)
+    return {**transformer_options, FORWARD_KEY: forward}
 
 
 def _with(model_options: dict, key: str, value) -> dict:
@@ -73,6 +78,15 @@ def _replaced_by(model_options: dict, token: str) -> str | None:
 def _report(run: RunState, replaced_by: str | None, completed: bool, node_id: str | None) -> None:
     """A render is never lost to its report."""
     try:
-        report(run, replaced_by, completed, node_id)
+        lines = report(run, replaced_by, completed, node_id)
+        RECORD.keep_run(run.live.prompt, entry_of(run, node_id, completed, lines))
+        run.live.finish(run, completed, lines)
     except Exception:
         log.exception("VC Attention could not report on this render")
+
+
+def _say_where_it_is(run: RunState) -> None:
+    try:
+        run.live.tick(run)
+    except Exception:
+        log.debug("the node's status could not be sent", exc_info=True)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter, deque
+from collections.abc import Hashable
 from contextlib import contextmanager
 
 import torch
 
 
 class Stopwatch:
-    """Adds up stretches of work on any device: events on the stream for CUDA, a clock elsewhere."""
+    """Adds up stretches of work on any device: events on the stream for CUDA, a clock elsewhere.
+
+    Attributes:
+        by_place: seconds of the stretches added up so far, under the name each was measured with.
+    """
 
     def __init__(self):
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.by_place: Counter[Hashable] = Counter()
+        self._events: deque[tuple[Hashable, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()
 
     @contextmanager
-    def measure(self, device: torch.device):
+    def measure(self, device: torch.device, place: Hashable = None):
         """Time what is done inside. Work that raises is not counted."""
         if device.type != "cuda":
             start = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - start
+            with self._lock:
+                self.by_place[place] += time.perf_counter() - start
         elif torch.cuda.is_current_stream_capturing():
             yield
         else:
@@ -30,12 +39,22 @@ class Stopwatch:
             start.record(stream)
             yield
             end.record(stream)
-            self._events.append((start, end))
+            self._events.append((place, start, end))
 
     def seconds(self) -> float:
         """The sum so far. Waits for the GPU: ask at the end of a render only."""
-        for start, end in self._events:
-            end.synchronize()
-            self._seconds += start.elapsed_time(end) / 1000.0
-        self._events.clear()
-        return self._seconds
+        return self._add_up(wait=True)
+
+    def seconds_done(self) -> float:
+        """The sum of what the GPU has finished. Never waits."""
+        if self._events and torch.cuda.is_current_stream_capturing():
+            return self.by_place.total()  # asking for an event would break the capture
+        return self._add_up(wait=False)
+
+    def _add_up(self, wait: bool) -> float:
+        with self._lock:
+            while self._events and (wait or self._events[0][2].query()):
+                place, start, end = self._events.popleft()
+                end.synchronize()
+                self.by_place[place] += start.elapsed_time(end) / 1000.0
+            return self.by_place.total()

@@ -70,6 +70,7 @@ def host(request, _hosts):
     try:
         with host.installed():
             host.texts.clear()
+            host.events.clear()
             host.interrupt.set(False)
             yield host
             host.interrupt.set(False)

@@ -603,7 +603,8 @@ class Double:
     InputRefused = ValueError
 
     def __init__(self):
-        self.interrupt, self.texts, self._models, self.nodes = Interrupt(), [], {}, {}
+        self.interrupt, self.texts, self.events = Interrupt(), [], []
+        self._models, self.nodes, self._prompt = {}, {}, None
         self.modules = self._make_modules()
         self.attention = self.modules["comfy.ldm.modules.attention"]
         self.extension = self.modules["comfy.patcher_extension"]
@@ -620,8 +621,14 @@ class Double:
         def send(text, node_id, sid=None):
             self.texts.append((text, node_id))
 
-        server = SimpleNamespace(send_progress_text=send, send_sync=lambda *args, **kwargs: None, client_id=None)
-        io, ui = double_api.make_io(), SimpleNamespace(PreviewText=double_api.PreviewText)
+        def send_event(event, data, sid=None):
+            self.events.append((event, data))
+
+        server = SimpleNamespace(send_progress_text=send, send_sync=send_event, client_id=None)
+        io, ui = (
+            double_api.make_io(),
+            SimpleNamespace(PreviewText=double_api.PreviewText, PreviewImage=double_api.PreviewImage),
+        )
         extension = module(
             "comfy.patcher_extension",
             WrappersMP=WrappersMP,
@@ -673,6 +680,8 @@ class Double:
             "comfy.ldm.modules.attention": attention,
             "comfy.ldm.wan": module("comfy.ldm.wan"),
             "comfy.ldm.wan.model": module("comfy.ldm.wan.model", optimized_attention=attention_pytorch),
+            "comfy_execution": module("comfy_execution"),
+            "comfy_execution.utils": module("comfy_execution.utils", get_executing_context=lambda: self._prompt),
             "comfy_api": module("comfy_api"),
             "comfy_api.latest": module(
                 "comfy_api.latest",
@@ -705,6 +714,15 @@ class Double:
                     sys.modules.pop(name, None)
                 else:
                     sys.modules[name] = module
+
+    @contextmanager
+    def in_prompt(self, prompt_id: str, node_id: str = "5"):
+        """What is done inside belongs to this prompt, as if its executor did it."""
+        before, self._prompt = self._prompt, SimpleNamespace(prompt_id=prompt_id, node_id=node_id, list_index=0)
+        try:
+            yield
+        finally:
+            self._prompt = before
 
     # the pack ---------------------------------------------------------------------------------------------------
 

@@ -202,6 +202,7 @@ def make_io() -> SimpleNamespace:
     return SimpleNamespace(
         Model=_io_type("Model", "MODEL", COMMON),
         Latent=_io_type("Latent", "LATENT", COMMON),
+        Image=_io_type("Image", "IMAGE", COMMON),
         Conditioning=_io_type("Conditioning", "CONDITIONING", COMMON),
         Int=_io_type("Int", "INT", number, int),
         Float=_io_type("Float", "FLOAT", (number | {"round", "gradient_stops"}) - {"control_after_generate"}, float),
@@ -214,6 +215,16 @@ def make_io() -> SimpleNamespace:
         NodeOutput=NodeOutput,
         ComfyNode=ComfyNode,
     )
+
+
+class PreviewImage:
+    """ComfyUI writes the batch below its temp folder; the double keeps its shape."""
+
+    def __init__(self, image, animated: bool = False, cls=None, **kwargs):
+        self.shape = tuple(image.shape)
+
+    def as_dict(self):
+        return {"images": [self.shape]}
 
 
 class PreviewText:

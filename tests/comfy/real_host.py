@@ -76,20 +76,29 @@ class Real:
             comfy.ldm.hunyuan_video.model,
             comfy.ldm.minimax.model,
         ]
-        self.texts, self._models, self.nodes = [], {}, {}
+        self.texts, self.events, self._models, self.nodes = [], [], {}, {}
 
         def send(text, node_id, sid=None):
             self.texts.append((text, node_id))
 
+        def send_event(event, data, sid=None):
+            self.events.append((event, data))
+
         # No server runs in this process: what it would send is kept. test_server.py has a real one.
         server.PromptServer.instance = SimpleNamespace(
-            send_progress_text=send, send_sync=lambda *args, **kwargs: None, client_id=None, last_node_id=None
+            send_progress_text=send, send_sync=send_event, client_id=None, last_node_id=None
         )
 
     def installed(self):
         from contextlib import nullcontext
 
         return nullcontext(self)
+
+    def in_prompt(self, prompt_id: str, node_id: str = "5"):
+        """What is done inside belongs to this prompt, as if its executor did it."""
+        from comfy_execution.utils import CurrentNodeContext
+
+        return CurrentNodeContext(prompt_id, node_id)
 
     # the pack ---------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,19 @@ class Server:
             is_json = "json" in answer.headers.get("Content-Type", "")
             return answer.status, json.loads(body) if is_json else body
 
+    def send(self, path: str, body: dict):
+        """POST a body; the status and the answer."""
+        return asyncio.run(self._send(path, body))
+
+    async def _send(self, path, body):
+        import aiohttp
+
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"http://{self.address}{path}", json=body) as answer,
+        ):
+            return answer.status, await answer.json()
+
     def post(self, prompt: dict):
         """POST a prompt without waiting for it."""
         return asyncio.run(self._post_only(prompt))

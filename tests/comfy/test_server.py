@@ -1,5 +1,7 @@
 """The whole path: a ComfyUI server, a prompt over HTTP, the text on the node over the websocket."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -214,7 +216,101 @@ def test_bypassed_after_use(server):
     assert torch.equal(before, off)
 
 
+def test_status_goes_out_and_is_kept_for_a_reloaded_page(server):
+    ours = server.run(wan(REFERENCE, seed=50))
+    assert ours.events.count("vc_attention.status") >= 2
+    status, answer = server.get("/vc_attention/status")
+    assert status == 200
+    (kept,) = [s for s in answer["statuses"] if s["node"] == PATCH]
+    assert (kept["state"], kept["prompt"], kept["workflow"]) == ("done", ours.id, None)
+    assert (kept["accelerated"], kept["declined"]) == (8, 8)
+    assert "\n".join(kept["lines"]) == ours.texts[0][0]
+
+
+def with_report(graph: dict, report="20") -> dict:
+    """A report behind the sampler, and its JSON readable in the history."""
+    text = {"class_type": "PreviewAny", "inputs": {"source": [report, 2]}}
+    return {
+        **graph,
+        report: {"class_type": "VCAttentionReport", "inputs": {"latent": ["5", 0]}},
+        f"{report}1": text,
+    }
+
+
+def report_of(run, report="20") -> dict:
+    outputs = run.history["outputs"]
+    assert outputs[report]["images"], "the picture on the node"
+    return json.loads(outputs[f"{report}1"]["text"][0])
+
+
+def test_report_in_a_prompt(server):
+    """It runs after the sampler and tells of this prompt; from the cache it is shown again as it was."""
+    first = server.run(with_report(wan(REFERENCE, seed=51)))
+    assert first.ending == "execution_success", first.data
+    report = report_of(first)
+    assert report["prompt"] == first.id
+    assert [(r["node"], r["steps"], r["accelerated"]) for r in report["runs"]] == [(PATCH, 4, 8)]
+    again = server.run(with_report(wan(REFERENCE, seed=51)))
+    assert report_of(again) == report
+
+
+def test_report_added_to_a_cached_sampler_says_that_nothing_ran(server):
+    server.run(wan(REFERENCE, seed=52))
+    late = server.run(with_report(wan(REFERENCE, seed=52), report="30"))
+    assert late.ending == "execution_success", late.data
+    report = report_of(late, "30")
+    assert report["runs"] == []
+    assert "cache" in report["note"]
+
+
+def test_compare_in_a_prompt(server):
+    """Through the real executor: a gray clip against a brighter one; and clips of unlike size are refused by name."""
+
+    def picture(color, width=64):
+        inputs = {"width": width, "height": 48, "batch_size": 2, "color": color}
+        return {"class_type": "EmptyImage", "inputs": inputs}
+
+    inputs = {"reference": ["1", 0], "other": ["2", 0], "measured_frames": 2, "shown_frames": 2, "amplification": 4}
+    graph = {
+        "1": picture(0x808080),
+        "2": picture(0x8A8A8A),
+        "3": {"class_type": "VCAttentionCompare", "inputs": inputs},
+        "4": {"class_type": "PreviewAny", "inputs": {"source": ["3", 3]}},
+    }
+    done = server.run(graph)
+    assert done.ending == "execution_success", done.data
+    assert done.history["outputs"]["3"]["images"]
+    result = json.loads(done.history["outputs"]["4"]["text"][0])
+    assert result["psnr"] == pytest.approx(-20 * math.log10(10 / 255), abs=0.01)
+    refused = server.run({**graph, "2": picture(0x8A8A8A, width=32)})
+    assert refused.ending == "execution_error"
+    for shape in ("[2, 48, 64, 3]", "[2, 48, 32, 3]"):
+        assert shape in refused.data["exception_message"]
+
+
+def test_log_level_of_the_settings(server):
+    assert server.send("/vc_attention/log_level", {"level": "warning"}) == (200, {"level": "warning"})
+    before = len(summary_lines(server.log()))
+    server.run(wan(REFERENCE, seed=53))
+    assert len(summary_lines(server.log())) == before
+    status, answer = server.send("/vc_attention/log_level", {"level": "loud"})
+    assert status == 400
+    assert "loud" in answer["error"]
+    assert server.send("/vc_attention/log_level", {"level": "default"})[0] == 200
+    server.run(wan(REFERENCE, seed=54))
+    assert len(summary_lines(server.log())) == before + 1
+
+
+def test_translations_are_served(server):
+    status, answer = server.get("/i18n")
+    assert status == 200
+    assert answer["fr"]["nodeDefs"]["VCAttentionPatch"]["inputs"]["mode"]["name"] == "mode"
+    assert answer["en"]["settings"]["VCAttention_LogLevel"]["name"]
+
+
 def test_no_traceback_in_the_log(server):
     """Last: nothing above left one."""
-    assert "Traceback" not in server.log()
+    refused = "VC Attention Compare: [frames, height, width, channels]"  # test_compare_in_a_prompt asked for it
+    tracebacks = server.log().split("Traceback")[1:]
+    assert [text for text in tracebacks if refused not in text] == []
     assert "Error while calling comfy_entrypoint" not in server.log()
