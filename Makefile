@@ -64,9 +64,10 @@ test-gpu: shim
 
 test-comfy: shim
 	@test -n "$(COMFYUI_PATH)" || { echo "set COMFYUI_PATH to a ComfyUI folder" >&2; exit 2; }
-	@$(COMFYUI_PYTHON) -c "import pytest" 2>/dev/null || test -d $(COMFY_TOOLS)/pytest || \
-	    $(COMFYUI_PYTHON) -m pip install --quiet --target $(COMFY_TOOLS) pytest
-	PYTHONPATH=$(SHIM):$(COMFY_TOOLS) PYTHONSAFEPATH=1 REQUIRE=comfy COMFYUI_PATH=$(COMFYUI_PATH) \
+	@for tool in pytest playwright; do \
+	    PYTHONPATH=$(COMFY_TOOLS) $(COMFYUI_PYTHON) -c "import $$tool" 2>/dev/null || \
+	    $(COMFYUI_PYTHON) -m pip install --quiet --upgrade --target $(COMFY_TOOLS) $$tool || exit; done
+	PYTHONPATH=$(SHIM):$(COMFY_TOOLS) PYTHONSAFEPATH=1 REQUIRE=$(or $(REQUIRE),comfy) COMFYUI_PATH=$(COMFYUI_PATH) \
 	    $(COMFYUI_PYTHON) -m pytest tests/comfy $(ARGS)
 
 bench: shim

@@ -25,6 +25,8 @@ class VCAttentionPatch(io.ComfyNode):
             inputs=[io.Model.Input("model"), *_main_widgets(), *map(_advanced, _advanced_widgets())],
             outputs=[io.Model.Output()],
             hidden=[io.Hidden.unique_id],
+            # Two equal nodes must not share one cached output: each run reports to the node it was made by.
+            not_idempotent=True,
             search_aliases=[
                 "vc attention",
                 "vsmooth",

@@ -1,9 +1,11 @@
 """Rooms that need something a machine may lack: a missing thing skips by name, or fails where REQUIRE names it.
 
-``REQUIRE=cuda,comfy pytest`` turns the skips of those rooms into failures, so that green never means "skipped".
+``REQUIRE=cuda,comfy,browser pytest`` turns the skips of those rooms into failures, so that green never means "skipped".
 """
 
+import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,11 +32,28 @@ def missing_comfy() -> str | None:
     return None
 
 
-ROOMS = {"gpu": ("cuda", missing_cuda), "comfy": ("comfy", missing_comfy)}
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def missing_browser() -> str | None:
+    """Why tests marked ``browser`` cannot run here; None when they can."""
+    if importlib.util.find_spec("playwright") is None:
+        return "needs playwright, which is not installed (pip install playwright; its own browsers are not needed)"
+    if find_chromium() is None:
+        return "needs Chromium, which is not on the PATH (apt-get install chromium)"
+    return None
+
+
+ROOMS = {
+    "gpu": ("cuda", missing_cuda),
+    "comfy": ("comfy", missing_comfy),
+    "browser": ("browser", missing_browser),
+}
 
 
 def required() -> set[str]:
-    """What REQUIRE names: "cuda", "comfy"."""
+    """What REQUIRE names: "cuda", "comfy", "browser"."""
     names = {name.strip() for name in os.environ.get("REQUIRE", "").replace(",", " ").split()}
     unknown = names - {thing for thing, _ in ROOMS.values()}
     if unknown:

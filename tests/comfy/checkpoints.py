@@ -48,6 +48,16 @@ def wan():
     return _fill(model), ()
 
 
+def wan_i2v():
+    """Wan2.2 I2V 14B: the text-to-video class, with the start image and its mask as 20 more channels."""
+    import comfy.ldm.wan.model as wan
+
+    model = wan.WanModel(
+        model_type="t2v", in_dim=36, dim=256, ffn_dim=512, num_heads=2, num_layers=2, text_dim=4096, **_settings()
+    )
+    return _fill(model), ()
+
+
 def vace():
     """Wan VACE: block i and its VACE block report the same index with equal shapes."""
     import comfy.ldm.wan.model as wan
@@ -127,7 +137,7 @@ def h3():
     return state, keep
 
 
-KINDS = {"wan": wan, "joint": joint, "hv15": hv15, "h3": h3, "vace": vace}
+KINDS = {"wan": wan, "wan_i2v": wan_i2v, "joint": joint, "hv15": hv15, "h3": h3, "vace": vace}
 
 
 def build(kind: str, folder: Path) -> str:
