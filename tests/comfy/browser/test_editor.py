@@ -150,11 +150,20 @@ def picture_of_node(editor, name: str):
     editor.screenshot(Path(SCREENSHOTS) / f"{name}.png", clip=clip)
 
 
-def test_added_from_the_search_box(editor):
+FOUND_MS = 15_000  # on a busy machine the search box takes seconds
+
+
+def search(editor, words):
+    """Open the node search by a double click on the canvas and type."""
     editor.do(lambda page: page.mouse.dblclick(700, 500))
-    editor.pause(600)
-    editor.do(lambda page: page.keyboard.type("vc attention", delay=20))
-    editor.pause(900)
+    editor.do(lambda page: page.wait_for_selector("input:focus", timeout=FOUND_MS))
+    editor.do(lambda page: page.keyboard.type(words, delay=20))
+
+
+def test_added_from_the_search_box(editor):
+    search(editor, "vc attention")
+    editor.do(lambda page: page.get_by_text("VC Attention Patch").first.wait_for(timeout=FOUND_MS))
+    editor.pause(300)
     editor.press("Enter")
     editor.pause(400)
     editor.do(lambda page: page.mouse.move(600, 300))  # the new node hangs on the mouse until it is put down
@@ -168,11 +177,8 @@ def test_added_from_the_search_box(editor):
 
 @pytest.mark.parametrize("words", ["vsmooth", "low-bit attention", "expcast"])
 def test_found_by_other_names(editor, words):
-    editor.do(lambda page: page.mouse.dblclick(700, 500))
-    editor.pause(600)
-    editor.do(lambda page: page.keyboard.type(words, delay=20))
-    editor.pause(900)
-    assert editor.do(lambda page: page.get_by_text("VC Attention Patch").count()) > 0
+    search(editor, words)
+    editor.do(lambda page: page.get_by_text("VC Attention Patch").first.wait_for(timeout=FOUND_MS))
     editor.press("Escape")
 
 
