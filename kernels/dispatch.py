@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from .arch import EIGHT_BIT, FAMILIES, MODES, family_row, why_no_mode
-from .errors import InvalidArgument, UnsupportedCall
-
-AUTO = "auto"
+from .attend.settings import AUTO, check_choice
+from .errors import UnsupportedCall
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ def choose(call: Call, name: str = AUTO, device=None) -> Implementation:
 
     With a ``device`` (torch.device) an implementation must also be able to run there.
     """
-    if name not in implementation_names():
-        raise InvalidArgument(f"implementation must be one of {', '.join(implementation_names())}, got {name!r}")
+    check_choice("implementation", name, implementation_names())
     candidates = [row for row in IMPLEMENTATIONS if (row.automatic if name == AUTO else row.name == name)]
     reasons = {}
     for row in candidates:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .arch import family
 from .attend.settings import Settings, resolve
+from .attend.validation import dtype_name
 from .dispatch import Call, choose
 from .errors import UnsupportedCall
 
@@ -73,8 +74,7 @@ def _group_values_fake(v, centroids, clusters, iterations, layout, implementatio
 
 def describe(q: Tensor, settings: Settings, family_name: str) -> Call:
     """The facts about a call that decide which implementation serves it."""
-    dtype = str(q.dtype).removeprefix("torch.")
-    return Call(family=family_name, mode=settings.mode, dtype=dtype, head_dim=q.shape[-1])
+    return Call(family=family_name, mode=settings.mode, dtype=dtype_name(q.dtype), head_dim=q.shape[-1])
 
 
 def to_bhsd(x: Tensor, layout: str) -> Tensor:

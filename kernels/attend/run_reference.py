@@ -10,6 +10,7 @@ from ..errors import UnsupportedCall
 from ..quantize.reference import quantize4, quantize8
 from .reference import attend4, attend8
 from .settings import Settings
+from .validation import require_finite
 
 
 def run(
@@ -36,10 +37,3 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, settin
     if settings.mode == EIGHT_BIT:
         return quantize8(q, k, v, permutation, settings.qk_format, settings.demean)
     return quantize4(q, k, v, permutation, settings.demean)
-
-
-def require_finite(tensors: dict[str, Tensor]) -> None:
-    """Raise UnsupportedCall naming the first tensor with NaN or infinity: a shared scale would spread it."""
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise UnsupportedCall({"reference": f"{name} holds NaN or infinity"})

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, UnsupportedCall
 from .settings import LAYOUTS, check_choice
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,8 +40,15 @@ def check_tensor(name: str, tensor, layout: str) -> None:
     if 0 in tensor.shape:
         raise InvalidArgument(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
     if tensor.dtype not in DTYPES:
-        names = ", ".join(_dtype_text(dtype) for dtype in DTYPES)
-        raise InvalidArgument(f"{name} must have dtype {names}, got {_dtype_text(tensor.dtype)}")
+        names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
+        raise InvalidArgument(f"{name} must have dtype {names}, got {dtype_name(tensor.dtype)}")
+
+
+def require_finite(tensors: dict[str, Tensor]) -> None:
+    """Raise UnsupportedCall naming the first tensor with NaN or infinity: a shared scale would spread it."""
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise UnsupportedCall({"reference": f"{name} holds NaN or infinity"})
 
 
 def _check_against_q(name: str, tensor: Tensor, q: Tensor, layout: str, expected) -> None:
@@ -52,7 +59,7 @@ def _check_against_q(name: str, tensor: Tensor, q: Tensor, layout: str, expected
             f"{name} must have shape {_shape_text(layout)} = [{', '.join(wanted)}], got {tuple(tensor.shape)}"
         )
     if tensor.dtype != q.dtype:
-        raise InvalidArgument(f"{name} must have q's dtype {_dtype_text(q.dtype)}, got {_dtype_text(tensor.dtype)}")
+        raise InvalidArgument(f"{name} must have q's dtype {dtype_name(q.dtype)}, got {dtype_name(tensor.dtype)}")
     if tensor.device != q.device:
         raise InvalidArgument(f"{name} must be on q's device {q.device}, got {tensor.device}")
 
@@ -69,7 +76,7 @@ def _check_grouping(grouping, expected: tuple[int, int, int], device) -> None:
     if not isinstance(permutation, Tensor):
         raise InvalidArgument(f"grouping must be a Grouping from group_values or None, got {type(grouping).__name__}")
     if permutation.dtype not in (torch.int32, torch.int64):
-        raise InvalidArgument(f"grouping must have an int32 permutation, got {_dtype_text(permutation.dtype)}")
+        raise InvalidArgument(f"grouping must have an int32 permutation, got {dtype_name(permutation.dtype)}")
     if tuple(permutation.shape) != expected:
         raise InvalidArgument(
             f"grouping must be for [B, H, S_kv] = {list(expected)}, got one for {list(permutation.shape)}"
@@ -92,5 +99,6 @@ def _shape_text(layout: str) -> str:
     return "[B, H, S, D]" if layout == "BHSD" else "[B, S, H, D]"
 
 
-def _dtype_text(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``: what messages and support rows say."""
     return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..attend.validation import dtype_name
 from ..cuda_driver import Kernel, launch
 from ..kernel_arguments import alignment_bytes, pointers, strides
 from ..nvrtc import Source
@@ -49,7 +50,7 @@ def refusal(v: Tensor, clusters: int) -> str | None:
     """Why this kernel does not group ``v`` [B, H, S, D]; None if it does."""
     batch, heads, tokens, head_dim = v.shape
     if v.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16, float16, not {str(v.dtype).removeprefix('torch.')}"
+        return f"takes bfloat16, float16, not {dtype_name(v.dtype)}"
     if head_dim != HEAD_DIM:
         return f"serves head_dim {HEAD_DIM}, not {head_dim}"
     if clusters > MOST_CLUSTERS:

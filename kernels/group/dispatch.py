@@ -7,11 +7,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..arch import family
-from ..dispatch import AUTO
+from ..attend.validation import dtype_name, require_finite
+from ..dispatch import AUTO, IMPLEMENTATIONS
 from ..errors import UnsupportedCall
 from ..guard import why_cuda_is_unavailable
-
-CUDA_FAMILIES = ("sm_90",)
 
 
 def choose_group(v: Tensor, clusters: int, implementation: str) -> Callable:
@@ -31,15 +30,15 @@ def choose_group(v: Tensor, clusters: int, implementation: str) -> Callable:
 def _reference(v: Tensor, centroids: Tensor | None, clusters: int, iterations: int) -> tuple[Tensor, Tensor]:
     from .reference import group_reference
 
-    if not bool(v.isfinite().all()):
-        raise UnsupportedCall({"reference": "v holds NaN or infinity"})
+    require_finite({"v": v})
     return group_reference(v, centroids, clusters, iterations)
 
 
 def _why_not_cuda(v: Tensor, clusters: int) -> str | None:
+    families = next(row.families for row in IMPLEMENTATIONS if row.name == "cuda")
     name = family(v.device)
-    if name not in CUDA_FAMILIES:
-        return f"runs on {', '.join(CUDA_FAMILIES)}, not on {name}"
+    if name not in families:
+        return f"runs on {', '.join(families)}, not on {name}"
     from .cuda import refusal
 
-    return refusal(v, clusters) or why_cuda_is_unavailable(v.device, str(v.dtype).removeprefix("torch."))
+    return refusal(v, clusters) or why_cuda_is_unavailable(v.device, dtype_name(v.dtype))

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..formats import E4M3_MAX, INT8_MAX
 from ..group.blocks import BLOCK
 from .rotation import hadamard_matrix
 
 HEAD_DIM = 128
-INT8_MAX, E4M3_MAX = 127.0, 448.0
 # Codes per 256 units of q8.k8. Below 0.16 a score needs more bits than the kernel has; above 128 one unit of 256 would
 # be 16 octaves. A row that wants more is shortened, not clipped: it keeps its direction.
 Q_SCALE_MIN, Q_SCALE_MAX = 0.16, 128.0

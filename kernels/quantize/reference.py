@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import E4M3_MAX, encode_e4m3, nvfp4_scale, positive, quantize_nvfp4
+from ..formats import E4M3_MAX, INT8_MAX, encode_e4m3, nvfp4_scale, positive, quantize_nvfp4
 from ..group.blocks import (
     BLOCK,
     ValueBlocks,
@@ -17,8 +17,6 @@ from ..group.blocks import (
 )
 from .operands import Operands4, Operands8, ScaledRows
 from .rotation import rotate
-
-INT8_MAX = 127.0
 
 
 def quantize8(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, qk_format: str, remove_means: bool):
