@@ -80,7 +80,7 @@ def entry_of(run: RunState, node_id: str | None, completed: bool, lines: list[st
         "declined": [[reason.text, count] for reason, count in tally.declined.most_common()],
         "left_to": dict(tally.fallbacks.most_common()),
         "modes": [list(served) for served in sorted(tally.served_by)],
-        "groupings": tally.regrouped.total(),
+        "groupings": tally.groupings,
         "seconds": round(run.stopwatch.seconds(), 6),
         "lines": list(lines),
         "rows": rows,

@@ -79,9 +79,9 @@ def _declined(tally: Tally) -> str:
 
 
 def _regrouped(run: RunState) -> str:
-    steps = sorted(run.tally.regrouped)
+    steps = sorted({place.step for place in run.tally.regrouped_at})
     if steps:
-        count = run.tally.regrouped.total()
+        count = run.tally.groupings
         named = ", ".join(str(step + 1) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
         plural = "s" if len(steps) > 1 else ""
         return f"values grouped {count} times, in step{plural} {named} of {run.schedule.steps}"

@@ -70,8 +70,6 @@ class RunState:
 
     def count_accelerated(self, place: Place, mode: str, implementation: str) -> None:
         with self._lock:
-            self.tally.accelerated += 1
-            self.tally.blocks.add((place.block_type, place.block))
             self.tally.served_by.add((mode, implementation))
             self.tally.accelerated_at[place] += 1
 
@@ -81,7 +79,6 @@ class RunState:
 
     def count_regrouped(self, place: Place) -> None:
         with self._lock:
-            self.tally.regrouped[place.step] += 1
             self.tally.regrouped_at[place] += 1
 
     def switch_off(self, reason: Reason) -> bool:
@@ -101,16 +98,26 @@ class Tally:
     """What happened to the attention calls of a run."""
 
     def __init__(self):
-        self.accelerated = 0
         self.declined: Counter[Reason] = Counter()
         self.fallbacks: Counter[str] = Counter()
-        self.blocks: set[tuple] = set()
         self.blocks_seen: set[tuple] = set()
         self.served_by: set[tuple[str, str]] = set()
-        self.regrouped: Counter[int] = Counter()
         self.accelerated_at: Counter[Place] = Counter()
         self.declined_at: Counter[Place] = Counter()
         self.regrouped_at: Counter[Place] = Counter()
+
+    @property
+    def accelerated(self) -> int:
+        return self.accelerated_at.total()
+
+    @property
+    def groupings(self) -> int:
+        return self.regrouped_at.total()
+
+    @property
+    def blocks(self) -> set[tuple]:
+        """Blocks in which a call was accelerated."""
+        return {(place.block_type, place.block) for place in self.accelerated_at}
 
     @property
     def calls(self) -> int:

@@ -56,7 +56,7 @@ def snapshot(run: RunState, seconds: float) -> dict:
         "accelerated": tally.accelerated,
         "declined": tally.declined.total(),
         "blocks": [len(tally.blocks), len(tally.blocks_seen)],
-        "groupings": tally.regrouped.total(),
+        "groupings": tally.groupings,
         "seconds": round(seconds, 3),
         "total_seconds": round(total, 3),
         "share": round(min(seconds / total, 1.0), 4) if total > 0 else 0.0,
