@@ -9,6 +9,7 @@ _HOME = {
     "attention": ".attend.api",
     "support": ".attend.api",
     "Support": ".attend.api",
+    "sampled_error": ".attend.sampled",
     "group_values": ".group.api",
     "Grouping": ".group.api",
     "InvalidArgument": ".errors",
