@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import KernelUnavailable
 from .nvrtc import Source, cubin, install_sentence
@@ -31,32 +33,51 @@ class Kernel:
     shared_bytes: int = 0
 
 
+class Launch(NamedTuple):
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: what runs.
+        grid: blocks in x, y and z.
+        threads: of a block.
+        arguments: ctypes values; structures and arrays are passed by value.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    threads: int
+    arguments: list
+
+
 def launch(kernel: Kernel, device, grid: tuple[int, int, int], threads: int, arguments: list) -> None:
-    """Launch on ``device`` (a torch.device) and on torch's current stream of that device.
+    """``launch_all`` of one launch."""
+    launch_all(device, [Launch(kernel, grid, threads, arguments)])
+
+
+def launch_all(device, launches: Sequence[Launch]) -> None:
+    """Launch one after the other on ``device`` (a torch.device) and on torch's current stream of that device.
 
     The first launch on a device compiles or reads the cache, so it has to come before a CUDA graph is captured. Later
     ones allocate nothing and wait for nothing.
-
-    Args:
-        arguments: ctypes values; structures and arrays are passed by value.
     """
     import torch
 
     with torch.cuda.device(device):
         device_index = torch.cuda.current_device()
-        function = _function(kernel, device_index)
+        functions = [_function(launch.kernel, device_index) for launch in launches]
         _bind_context(device_index)
-        stream = torch.cuda.current_stream().cuda_stream
-        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
-        shape = (*grid, threads, 1, 1, kernel.shared_bytes)
-        check(driver().cuLaunchKernel(function, *shape, stream, ctypes.addressof(addresses), 0))
+        stream, launch_kernel = torch.cuda.current_stream().cuda_stream, driver().cuLaunchKernel
+        for function, (kernel, grid, threads, arguments) in zip(functions, launches, strict=True):
+            addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+            shape = (*grid, threads, 1, 1, kernel.shared_bytes)
+            check(launch_kernel(function, *shape, stream, ctypes.addressof(addresses), 0))
 
 
 def check(result):
     """Unpack what a driver call returned; RuntimeError with the name of the error if it failed."""
-    bindings = driver()
     error, *values = result
     if int(error):
+        bindings = driver()
         _, name = bindings.cuGetErrorName(bindings.CUresult(error))
         raise RuntimeError(f"CUDA driver call failed: {name.decode() if name else int(error)}")
     return values[0] if len(values) == 1 else values

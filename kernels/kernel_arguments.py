@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 WIDEST_LOAD_BYTES = 16
+SCRATCH_ALIGNMENT_BYTES = 256
+
+
+class Scratch:
+    """Arrays that live for one call, in one allocation.
+
+    Attributes:
+        addresses: of each array by field name, multiples of 256.
+    """
+
+    def __init__(self, device, **sizes_bytes: int):
+        starts, end = {}, 0
+        for name, size in sizes_bytes.items():
+            starts[name] = end
+            end += -(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
+        self._memory = torch.empty(end, dtype=torch.uint8, device=device)
+        self.addresses = {name: self._memory.data_ptr() + start for name, start in starts.items()}
 
 
 def pointers(**tensors: Tensor | None) -> dict[str, int | None]:

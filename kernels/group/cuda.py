@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..attend.validation import dtype_name
-from ..cuda_driver import Kernel, launch
-from ..kernel_arguments import alignment_bytes, pointers, strides
+from ..cuda_driver import Kernel, Launch, launch_all
+from ..kernel_arguments import Scratch, alignment_bytes, pointers, strides
 from ..nvrtc import Source
 from .sampling import sample_step
 
@@ -19,6 +19,8 @@ HEAD_DIM = 128
 SEGMENT = 128  # as in the source
 MOST_CLUSTERS = 512
 WIDE_FROM = 256  # clusters above which `assign_wide` runs
+LEAST_CHUNK = 256  # tokens: 32 for each of the eight warps of `scatter`
+ENOUGH_BLOCKS = 528  # two rounds of two blocks on each of 132 multiprocessors
 
 
 class _Params(ctypes.Structure):
@@ -60,69 +62,91 @@ def refusal(v: Tensor, clusters: int) -> str | None:
     return None
 
 
+def chunk_tokens(rows: int, tokens: int, clusters: int) -> int:
+    """Tokens of one block of `assign` and `scatter`, for ``rows`` heads of ``tokens`` tokens.
+
+    More centroids in shared memory want more tokens per load of them; few heads want more blocks.
+    """
+    chunk = 1024 if clusters <= 128 else 2048
+    while chunk > LEAST_CHUNK and rows * _ceil(tokens, chunk) < ENOUGH_BLOCKS:
+        chunk //= 2
+    return chunk
+
+
 def group_cuda(v: Tensor, centroids: Tensor | None, clusters: int, iterations: int) -> tuple[Tensor, Tensor]:
     """What ``group_reference`` computes. NaN in ``v`` still gives a permutation and finite centroids."""
     if v.stride(-1) != 1:
         v = v.contiguous()
     batch, heads, tokens, _ = v.shape
     rows, clusters = batch * heads, clusters if centroids is None else centroids.shape[2]
-    sampled = -(-tokens // sample_step(tokens))
-    chunk = 1024 if clusters <= 128 else 2048  # more centroids in shared memory: more tokens per load of them
-    slots = -(-sampled // SEGMENT) + clusters
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=v.device)
-
-    permutation = new(batch, heads, tokens, dtype=torch.int32)
-    result = new(batch, heads, clusters, HEAD_DIM)
-    scratch = {
-        "rounded": new(rows, clusters, HEAD_DIM, dtype=v.dtype),
-        "half_norm": new(rows, clusters),
-        "labels": new(rows, tokens, dtype=torch.int16),
-        "histogram": new(rows, -(-tokens // chunk), clusters, dtype=torch.int32),
-        "start": new(rows, clusters, dtype=torch.int32),
-        "count": new(rows, clusters, dtype=torch.int32),
-        "partial": new(rows, slots, HEAD_DIM),
-    }
     previous = None if centroids is None else centroids.float().contiguous()
+    permutation = torch.empty((batch, heads, tokens), dtype=torch.int32, device=v.device)
+    result = torch.empty((batch, heads, clusters, HEAD_DIM), dtype=torch.float32, device=v.device)
 
-    def params(count: int, step: int) -> _Params:
-        return _Params(
-            **pointers(v=v, previous=previous, centroids=result, permutation=permutation, **scratch),
-            **strides("v", v),
-            B=batch,
-            H=heads,
-            S=tokens,
-            C=clusters,
-            n=count,
-            step=step,
-            chunk=chunk,
-            chunks=-(-count // chunk),
-            segments=-(-count // SEGMENT),
-            slots=slots,
-            heads_first=v.stride(1) < v.stride(2),
-        )
-
+    step = sample_step(tokens)
+    sampled = _ceil(tokens, step)
+    slots = _ceil(sampled, SEGMENT) + clusters
+    chunks = max(_ceil(count, chunk_tokens(rows, count, clusters)) for count in (sampled, tokens))
+    scratch = Scratch(
+        v.device,
+        rounded=rows * clusters * HEAD_DIM * v.element_size(),
+        half_norm=4 * rows * clusters,
+        labels=2 * rows * tokens,
+        histogram=4 * rows * chunks * clusters,
+        start=4 * rows * clusters,
+        count=4 * rows * clusters,
+        partial=4 * rows * slots * HEAD_DIM,
+    )
+    sample = _Params(
+        **pointers(v=v, previous=previous, centroids=result, permutation=permutation),
+        **scratch.addresses,
+        **strides("v", v),
+        **dict(B=batch, H=heads, S=tokens, C=clusters, slots=slots, heads_first=v.stride(1) < v.stride(2)),
+    )
+    everything = _Params.from_buffer_copy(sample)
+    _set_tokens(sample, sampled, step)
+    _set_tokens(everything, tokens, 1)
+    steps = _steps(sample, everything, iterations)
     source = build(v.dtype, alignment_bytes(v))
-
-    def run(kernel: str, arguments: _Params, blocks: int, threads: int, shared_bytes: int = 0) -> None:
-        launch(Kernel(source, kernel, shared_bytes), v.device, (blocks, 1, 1), threads, [arguments])
-
-    def assign_and_sort(arguments: _Params) -> None:
-        wide = clusters > WIDE_FROM
-        centroid_bytes = 1024 + -(-clusters // 64) * 64 * 264
-        chunks = rows * arguments.chunks
-        run("assign_wide" if wide else "assign", arguments, chunks, 512 if wide else 256, centroid_bytes)
-        run("scan", arguments, rows, 512)
-        run("scatter", arguments, chunks, 256, 8 * clusters * 4)
-
-    sample, everything = params(sampled, sample_step(tokens)), params(tokens, 1)
-    run("init", everything, -(-rows * clusters // 4), 128)
-    for _ in range(iterations):
-        assign_and_sort(sample)
-        run("segment_sum", sample, -(-rows * sample.segments // 4), 128)
-        run("update", sample, rows * clusters, 128)
-    if previous is None:
-        run("chain", everything, rows, 512)
-    assign_and_sort(everything)
+    launch_all(
+        v.device,
+        [
+            Launch(Kernel(source, name, shared), (blocks, 1, 1), threads, [p])
+            for name, p, blocks, threads, shared in steps
+        ],
+    )
     return permutation, result
+
+
+def _set_tokens(params: _Params, count: int, step: int) -> None:
+    """Make a pass look at every ``step``-th token, ``count`` of them."""
+    params.n, params.step = count, step
+    params.chunk = chunk_tokens(params.B * params.H, count, params.C)
+    params.chunks, params.segments = _ceil(count, params.chunk), _ceil(count, SEGMENT)
+
+
+def _steps(sample: _Params, everything: _Params, iterations: int) -> list[tuple[str, _Params, int, int, int]]:
+    """What runs one after the other: kernel, parameters, blocks, threads, bytes of shared memory."""
+    rows, clusters = sample.B * sample.H, sample.C
+    steps = [("init", everything, _ceil(rows * clusters, 4), 128, 0)]
+    for _ in range(iterations):
+        steps += _assign_and_sort(sample)
+        steps += [("segment_sum", sample, _ceil(rows * sample.segments, 4), 128, 0)]
+        steps += [("update", sample, rows * clusters, 128, 0)]
+    if not sample.previous:
+        steps += [("chain", everything, rows, 512, 0)]
+    return steps + _assign_and_sort(everything)
+
+
+def _assign_and_sort(params: _Params) -> list[tuple[str, _Params, int, int, int]]:
+    rows, clusters = params.B * params.H, params.C
+    assign, threads = ("assign_wide", 512) if clusters > WIDE_FROM else ("assign", 256)
+    return [
+        (assign, params, rows * params.chunks, threads, 1024 + _ceil(clusters, 64) * 64 * 264),
+        ("scan", params, rows, 512, 0),
+        ("scatter", params, rows * params.chunks, 256, 8 * clusters * 4),
+    ]
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
