@@ -16,36 +16,47 @@ from torch import Tensor
 from ..group.blocks import BLOCK
 from ..quantize.hopper import HEAD_DIM, MEANS_GROUP, HopperOperands, decoded_means, decoded_values
 
-MAX_CODE = 100.0
-LAST_CODE = 126
+MAX_CODE = 100
+LAST_CODE = 126  # E4M3 448; 127 would be NaN
+# Code of a probability that is rounded to zero, by how the probabilities are made: exact ones keep subnormals.
+FIRST_CODE = {"expcast": 0, "exp2": -25}
 NO_MAX_YET = 20000
 PADDING_SCORE = -16384
 WARP_ROWS = 16
 TINY = 2.0**-126
 
 
-def attend_hopper(operands: HopperOperands, q_tokens: int, *, means: bool = True) -> Tensor:
-    """Attention of the operands: float32 [BH, q_tokens, 128]."""
-    return _Rows(operands, q_tokens).run(means)[:, :q_tokens]
+def attend_hopper(
+    operands: HopperOperands, q_tokens: int, *, means: bool = True, probabilities: str = "expcast"
+) -> Tensor:
+    """Attention of the operands: float32 [BH, q_tokens, 128].
+
+    Args:
+        means: False leaves the block means out.
+        probabilities: "expcast" (the code is the E4M3 byte) or "exp2" (exponential of the unrounded code, cast).
+    """
+    return _Rows(operands, q_tokens, FIRST_CODE[probabilities]).run(means)[:, :q_tokens]
 
 
 class _Rows:
     """The recurrence over key tiles for all query rows of all heads."""
 
-    def __init__(self, operands: HopperOperands, q_tokens: int):
+    def __init__(self, operands: HopperOperands, q_tokens: int, first_code: int):
         self.operands = operands
+        self.first_code = first_code  # codes below count from it
         heads, rows = operands.q_scale.shape
         device = operands.q8.device
         real = (torch.arange(rows, device=device) < q_tokens)[None, :]
         self.q = operands.q8.float() * real[..., None]
         self.scale = torch.where(real, operands.q_scale, torch.ones_like(operands.q_scale))
-        self.max_u = (MAX_CODE / self.scale).ceil()
-        self.shift = ((MAX_CODE - self.max_u * self.scale) * 2.0**-24).half().double() * 2.0**24
+        max_code = MAX_CODE - first_code
+        self.max_u = (max_code / self.scale).ceil()
+        self.shift = ((max_code - self.max_u * self.scale) * 2.0**-24).half().double() * 2.0**24
         self.offset = torch.full_like(self.scale, NO_MAX_YET)
         self.factor = torch.ones_like(self.scale)
         self.residual = torch.zeros(heads, rows, HEAD_DIM, dtype=torch.float32, device=device)
         self.open_sums = torch.zeros(heads, rows, 4, dtype=torch.float32, device=device)
-        self.sums: list[Tensor] = []  # bfloat16 values, of the tiles since the last flush
+        self.sums: list[Tensor] = []  # half values, of the tiles since the last flush
         self.row_sum = torch.zeros_like(self.scale)
         self.out = torch.zeros_like(self.residual)
         self.out_factor = torch.ones_like(self.row_sum)
@@ -55,7 +66,7 @@ class _Rows:
         values = decoded_values(self.operands)
         mean_groups = decoded_means(self.operands).unflatten(1, (-1, MEANS_GROUP)) if means else None
         for tile in range(tiles):
-            probabilities = self._codes(tile).to(torch.uint8).view(torch.float8_e4m3fn).float()
+            probabilities = self._probabilities(tile)
             if tile % 4 == 0 and tile:
                 self._collect_sums()
             self._scale_accumulated()
@@ -67,19 +78,26 @@ class _Rows:
         self._flush(mean_groups, (tiles - 1) // MEANS_GROUP)
         return self.out * (self.out_factor / self.row_sum)[..., None] * self.operands.v_scale[:, None]
 
+    def _probabilities(self, tile: int) -> Tensor:
+        codes = self._codes(tile)
+        if self.first_code == 0:
+            return codes.round().clamp_min(0).to(torch.uint8).view(torch.float8_e4m3fn).float()
+        return torch.exp2((codes + self.first_code - 56) / 8).clamp_max(448).to(torch.float8_e4m3fn).float()
+
     def _codes(self, tile: int) -> Tensor:
         place = torch.arange(tile * BLOCK, (tile + 1) * BLOCK, device=self.q.device)
         padding = place >= self.operands.kv_length
         keys = self.operands.k8[:, tile * BLOCK : (tile + 1) * BLOCK].float() * ~padding[:, None]
         scores = (self.q @ keys.transpose(1, 2)).div(256).floor() + PADDING_SCORE * padding
-        overflows = (self._convert(scores) > LAST_CODE).any(-1).unflatten(-1, (-1, WARP_ROWS)).any(-1)
+        last_code = LAST_CODE - self.first_code
+        overflows = (self._convert(scores).round() > last_code).any(-1).unflatten(-1, (-1, WARP_ROWS)).any(-1)
         raised = overflows.repeat_interleave(WARP_ROWS, 1) if tile else torch.ones_like(self.scale, dtype=torch.bool)
         self._raise_maximum(scores.amax(-1), raised)
         return self._convert(scores)
 
     def _convert(self, scores: Tensor) -> Tensor:
         u = (scores + self.offset[..., None]).clamp(0, 1023).double()
-        return (u * self.scale[..., None].double() + self.shift[..., None]).round().clamp_min(0)
+        return u * self.scale[..., None].double() + self.shift[..., None]
 
     def _raise_maximum(self, highest: Tensor, where: Tensor) -> None:
         offset = torch.where(where, torch.minimum(self.offset, self.max_u - highest), self.offset)
@@ -91,23 +109,22 @@ class _Rows:
         self.open_sums *= self.factor[..., None]
         self.row_sum *= self.factor
         self.out_factor = self.out_factor * self.factor
-        self.sums = [(sums * self.factor).bfloat16().float() for sums in self.sums]
+        self.sums = [(sums * self.factor).half().float() for sums in self.sums]
 
     def _collect_sums(self) -> None:
-        rounded = self.open_sums.bfloat16().float()
+        rounded = self.open_sums.half().float()
         self.sums += list(rounded.unbind(-1))
         self.row_sum += rounded.sum(-1)
         self.open_sums.zero_()
 
     def _flush(self, mean_groups: Tensor | None, group: int) -> None:
+        if mean_groups is not None:
+            missing = [torch.zeros_like(self.row_sum)] * (MEANS_GROUP - len(self.sums))
+            self.residual += torch.stack(self.sums + missing, -1) @ mean_groups[:, group]
         power = 2 ** torch.frexp(self.row_sum)[1].float() / 2
         factor = 2 * torch.where(self.row_sum < TINY, torch.full_like(power, TINY / 2), power)
         kept = self.out * (self.out_factor / factor).half().float()[..., None]
         self.out = (kept + (self.residual / factor[..., None]).half().float()).half().float()
-        if mean_groups is not None:
-            missing = [torch.zeros_like(self.row_sum)] * (MEANS_GROUP - len(self.sums))
-            weights = (torch.stack(self.sums + missing, -1) / factor[..., None]).half().float()
-            self.out = (self.out + weights @ mean_groups[:, group]).half().float()
         self.out_factor = factor
         self.sums = []
         self.residual.zero_()

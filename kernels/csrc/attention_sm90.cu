@@ -8,6 +8,8 @@
 //
 // One block: 128 query rows of one head, all keys. Two blocks of a cluster (neighbouring query tiles) share the loads of K and V.
 //   warpgroup 0: producer, one thread issues TMA.  Warpgroups 1 and 2: 64 query rows each, alternating on the tensor cores.
+// q stays in registers: from shared memory it would be a third of the bytes that Q K^T reads, and power is what limits this kernel.
+// The room for it is the flushed output's, which lies in shared memory and is touched every GROUP tiles only.
 // Grid: (query tiles rounded up to CLUSTER, batch * heads). Run-time sizes are scalar for a block.
 //
 // Requires sm_90a, 384 threads, SHARED_BYTES of dynamic shared memory, and these tensor maps (x, y, z), zero outside:
@@ -21,7 +23,8 @@
 //   v8 keys are permuted inside groups of 32 such that the score accumulators of a thread are its A fragment of P V: no shuffles.
 //   means are permuted inside groups of 16 blocks such that the row sums of a thread are its A fragment of the mean product.
 //
-// Switches: -DMEANS=0 leaves the means out (ablation), -DOUT_HALF=1 writes half instead of bfloat16.
+// Switches: -DMEANS=0 leaves the means out, -DEXPCAST=0 takes an exponential and a cast in place of ExpCast, -DOUT_HALF=1 writes
+// half instead of bfloat16.
 #include "common_sm90.cuh"
 
 #ifndef MEANS
@@ -29,6 +32,9 @@
 #endif
 #ifndef OUT_HALF
 #define OUT_HALF 0
+#endif
+#ifndef EXPCAST
+#define EXPCAST 1
 #endif
 
 constexpr int HEAD_DIM = 128;
@@ -39,13 +45,16 @@ constexpr int CLUSTER = 2;                // 4 leaves SMs idle: GPCs do not divi
 constexpr int GROUP = 16;                 // tiles accumulated in the tensor cores between two flushes = slots of one mean product
 constexpr int THREADS = 384;
 constexpr int CONSUMERS = 256;
-constexpr int SHARED_BYTES = 162 * 1024;  // attend/cuda.py reserves this
+constexpr int SHARED_BYTES = 190 * 1024;  // attend/cuda.py reserves this
 
 // Code of the running maximum. The headroom up to 126 (3.25 octaves) decides how rarely a row needs a new maximum:
 // 116 took 1190 clocks a tile, 100 1121, 84 1113 at a slightly larger error (H200, FP8 prototype).
-constexpr float MAX_CODE = 100.f;
+// Without ExpCast codes are only a scale of scores: they start 25 lower, where the probability, 2^-10.1, is rounded to zero.
+constexpr int FIRST_CODE = EXPCAST ? 0 : -25;
+constexpr float MAX_CODE = 100 - FIRST_CODE;
+constexpr u32 LAST_CODE = 126 - FIRST_CODE;  // E4M3 448; 127 would be NaN
 constexpr u32 OFFSET_SCORE_LIMIT = 0x03ff03ffu;  // 1023, twice: the largest subnormal half, above the largest code for any q_scale
-constexpr int NO_MAX_YET = 20000;                // above every offset (at most 8064 + 625), and no sum with a score leaves 16 bits
+constexpr int NO_MAX_YET = 20000;                // above every offset (at most 8064 + 782), and no sum with a score leaves 16 bits
 
 // Start value of the score of a padding key, whose k8 row TMA has zeroed: -16384 units of 256. Every real score is at least -8065
 // and every offset at most 8689, so its code is 0, and offset + score stays in 16 bits for the smallest offset, -8063, too.
@@ -63,7 +72,8 @@ struct Smem {
   static constexpr int V = K + STAGES * K_BYTES;
   static constexpr int MEAN = V + STAGES * V_BYTES;
   static constexpr int Q = MEAN + 2 * MEANS_BYTES;
-  static constexpr int BARRIERS = Q + BLOCK_Q * HEAD_DIM;
+  static constexpr int OUT = Q + BLOCK_Q * HEAD_DIM;
+  static constexpr int BARRIERS = OUT + BLOCK_Q * HEAD_DIM * 2;
   static constexpr int BYTES = BARRIERS + 8 * (2 * STAGES + 5);
 };
 static_assert(Smem::BYTES + 1023 <= SHARED_BYTES, "tiles and barriers, and the way to an address that is a multiple of 1024");
@@ -147,7 +157,8 @@ DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_
 
 // What a thread needs to turn the scores of one of its rows into codes. A score is the bits 8..23 of q8 . k8, so 256 units:
 //   u = clamp(score + offset, 0, 1023);  code = max(0, round(u * scale + shift))
-// u is kept as an integer, which *is* the bits of a subnormal half, and so is the code: one half FMA does the second line.
+// u is kept as an integer, which *is* the bits of a subnormal half, and so is the code: one half FMA does the second line. Without
+// ExpCast codes count from FIRST_CODE, and the probability is the exponential of the unrounded code.
 // Everything but max_u twice, for packed instructions.
 struct RowCodes {
   u32 scale;   // half: codes per 256 units
@@ -156,32 +167,53 @@ struct RowCodes {
   int max_u;
 };
 
-DEVICE u32 two_codes(u32 score_0, u32 score_1, const RowCodes& row) {
-  const u32 u = __viaddmin_s16x2_relu(__byte_perm(score_0, score_1, 0x6521), row.offset, OFFSET_SCORE_LIMIT);
-  return half2_fma_relu(u, row.scale, row.shift);
+DEVICE u32 clamped_units(u32 score_0, u32 score_1, const RowCodes& row) {
+  return __viaddmin_s16x2_relu(__byte_perm(score_0, score_1, 0x6521), row.offset, OFFSET_SCORE_LIMIT);
 }
 
+// E4M3 bytes of the probabilities of scores `first` and `first` + 2 of eight pairs.
+#if EXPCAST
+DEVICE u32 four_probabilities(const u32 (&)[8], const u32 (&codes)[8], int first, const RowCodes&) {
+  return __byte_perm(codes[first], codes[first + 2], 0x6420);  // the codes themselves
+}
+#else
+DEVICE u32 two_probabilities(u32 units, const RowCodes& row) {
+  constexpr float octaves = 16777216.f / 8;  // of a code whose bits are read as a half
+  const float scale = half_low(row.scale) * octaves, shift = half_low(row.shift) * octaves + (FIRST_CODE - 56) / 8.f;
+  return pack_e4m3(exp2_approx(half_low(units) * scale + shift), exp2_approx(half_high(units) * scale + shift));
+}
+DEVICE u32 four_probabilities(const u32 (&units)[8], const u32 (&)[8], int first, const RowCodes& row) {
+  return two_probabilities(units[first], row) | two_probabilities(units[first + 2], row) << 16;
+}
+#endif
+
 // scores[i] of a thread: query row (i & 2 ? +8 : +0), key 8 * (i / 4) + 2 * (lane % 4) + (i & 1).
-// Writes the codes as bytes, ready as A fragments of P V; returns the largest codes as packed half.
+// Writes the probabilities' bytes, ready as A fragments of P V; returns the largest codes as packed half.
 DEVICE u32 scores_to_codes(u32 (&codes_rmem)[16], const u32 (&scores_rmem)[64], const RowCodes (&rows)[2]) {
   u32 largest[4];
 #pragma unroll
   for (int g = 0; g < 4; g++) {
-    u32 x[8];
+    u32 units[8], codes[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = two_codes(scores_rmem[g * 16 + 2 * i], scores_rmem[g * 16 + 2 * i + 1], rows[i & 1]);
+    for (int i = 0; i < 8; i++) {
+      units[i] = clamped_units(scores_rmem[g * 16 + 2 * i], scores_rmem[g * 16 + 2 * i + 1], rows[i & 1]);
+      codes[i] = half2_fma_relu(units[i], rows[i & 1].scale, rows[i & 1].shift);
+    }
 #pragma unroll
-    for (int i = 0; i < 4; i++) largest[i] = g == 0 ? half2_max(x[i], x[i + 4]) : half2_max(half2_max(largest[i], x[i]), x[i + 4]);
-    codes_rmem[g * 4 + 0] = __byte_perm(x[0], x[2], 0x6420);
-    codes_rmem[g * 4 + 1] = __byte_perm(x[1], x[3], 0x6420);
-    codes_rmem[g * 4 + 2] = __byte_perm(x[4], x[6], 0x6420);
-    codes_rmem[g * 4 + 3] = __byte_perm(x[5], x[7], 0x6420);
+    for (int i = 0; i < 4; i++) {
+      const u32 of_two = half2_max(codes[i], codes[i + 4]);
+      largest[i] = g == 0 ? of_two : half2_max(largest[i], of_two);
+      codes_rmem[g * 4 + i] = four_probabilities(units, codes, i < 2 ? i : i + 2, rows[i & 1]);
+    }
   }
   return half2_max(half2_max(half2_max(largest[0], largest[1]), largest[2]), largest[3]);
 }
 
-// A code above 126 in the warp: 127 would be NaN. Adding 1 carries 127 into bit 7.
-DEVICE bool any_code_overflows(u32 largest) { return __any_sync(~0u, ((largest + 0x00010001u) & 0xff80ff80u) != 0u); }
+// A code above LAST_CODE in the warp: the addition carries it into bit 15.
+DEVICE bool any_code_overflows(u32 largest) {
+  constexpr u32 carry = 0x8000 - (LAST_CODE + 1);
+  return __any_sync(~0u, ((largest + (carry << 16 | carry)) & 0x80008000u) != 0u);
+}
 
 DEVICE float sum_over_row(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
@@ -230,19 +262,20 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       return q_tile * BLOCK_Q + index / 32 * 16 + index % 32 / 4;
     };
 
+    u32 q_rmem[16];                     // A fragments of Q K^T
     u32 scores[64];                     // s32, of the tile whose codes are made next
     u32 codes_a[16], codes_b[16];       // A fragments of P V: tiles of even and of odd number
     float residual[68];                 // P V of up to GROUP tiles; from [64] on the row sums of up to four tiles, one per thread
-    u32 out_half[32];                   // packed half; what was flushed is out_half * out_factor
-    float out_factor[2] = {1.f, 1.f};   // of row and row + 8, as all pairs here
+    float out_factor[2] = {1.f, 1.f};   // of row and row + 8, as all pairs here: what was flushed is out * out_factor
     float row_sum[2] = {0.f, 0.f};      // over the tiles whose number % 4 == lane % 4
-    u32 sums[4] = {0, 0, 0, 0};         // bfloat16 row sums of the last GROUP tiles, newest on top: A fragment, before scaling
-    u32 scaled_sums[4] = {0, 0, 0, 0};  // the same in half, divided as out_half is: A fragment of the mean product
+    u32 sums[4] = {0, 0, 0, 0};         // half row sums of the last GROUP tiles, newest on top: A fragment of the mean product
     int quads = 0;                      // groups of four tiles since the last flush
     int group = 0;                      // of the means to be restored next
-    bool residual_empty = true, means_pending = false;
+    bool residual_empty = true;
+    // What was flushed: packed half, eight times four for every thread.
+    auto out_smem = [&](int i) { return base_smem + Smem::OUT + 16 * (i * CONSUMERS + thread_index() - 128); };
 #pragma unroll
-    for (int i = 0; i < 32; i++) out_half[i] = 0u;
+    for (int i = 0; i < 8; i++) shared_store(out_smem(i), make_uint4(0, 0, 0, 0));
 #pragma unroll
     for (int i = 0; i < 68; i++) residual[i] = 0.f;
 
@@ -258,7 +291,6 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       rows[r].max_u = static_cast<int>(max_u);
     }
 
-    const u64 q_descriptor = matrix_descriptor<128>(base_smem + Smem::Q + consumer * 64 * HEAD_DIM);
     const u64 k_descriptor = matrix_descriptor<128>(base_smem + Smem::K);
     const u64 v_descriptor = matrix_descriptor<128>(base_smem + Smem::V);
 
@@ -271,8 +303,8 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     auto issue_qk = [&](int stage, bool started) {
 #pragma unroll
       for (int k = 0; k < 4; k++)
-        wgmma_m64n128k32_s8(scores, q_descriptor + 2 * k, k_descriptor + static_cast<u64>(stage * (K_BYTES / 16) + 2 * k),
-                            k > 0 || started);
+        wgmma_m64n128k32_s8(scores, q_rmem[4 * k], q_rmem[4 * k + 1], q_rmem[4 * k + 2], q_rmem[4 * k + 3],
+                            k_descriptor + static_cast<u64>(stage * (K_BYTES / 16) + 2 * k), k > 0 || started);
       wgmma_commit();
     };
     auto issue_pv = [&](const u32 (&codes)[16], int stage, bool accumulate) {
@@ -282,9 +314,11 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
                               v_descriptor + static_cast<u64>(stage * (V_BYTES / 16) + 2 * k), accumulate || k > 0);
       wgmma_commit();
     };
+    // Row sums (at most 128 * 448, a half) times means, onto P V.
     auto issue_means = [&]() {
-      wgmma_m64n128k16_f16(out_half, scaled_sums[0], scaled_sums[1], scaled_sums[2], scaled_sums[3],
+      wgmma_m64n128k16_f32_f16(residual, sums[0], sums[1], sums[2], sums[3],
                            matrix_descriptor<32>(base_smem + Smem::MEAN + (group & 1) * MEANS_BYTES));
+      wgmma_commit();
     };
     auto wait_means = [&]() { mbarrier_wait(barriers.means_full(group & 1), (group >> 1) & 1); };
     auto release = [&](int stage) {
@@ -319,7 +353,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       for (int i = 0; i < 68; i++) residual[i] *= factor[(i >> 1) & 1];
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        sums[i] = pack_bfloat16(bfloat16_low(sums[i]) * factor[i & 1], bfloat16_high(sums[i]) * factor[i & 1]);
+        sums[i] = pack_half(half_low(sums[i]) * factor[i & 1], half_high(sums[i]) * factor[i & 1]);
     };
 
     // Codes of the tile whose scores are there, while P V of the tile before is in flight; waits for that. The four warps decide
@@ -344,7 +378,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       if (raised) scale_accumulated(old_offsets);
     };
 
-    auto push_sums = [&](u32 newest) {  // bfloat16 (row, row + 8)
+    auto push_sums = [&](u32 newest) {  // half (row, row + 8)
       sums[0] = __byte_perm(sums[0], sums[2], 0x5432);
       sums[2] = __byte_perm(sums[2], newest, 0x5432);
       sums[1] = __byte_perm(sums[1], sums[3], 0x5432);
@@ -353,15 +387,15 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     // Sums of four tiles, one per thread of a row. The denominator uses the rounded sums that the means are weighted with, so the
     // weights of the means add up to one: a constant v comes out exactly.
     auto collect_sums = [&]() {
-      const u32 newest = pack_bfloat16(residual[64], residual[66]);
+      const u32 newest = pack_half(residual[64], residual[66]);
       push_sums(newest);
-      row_sum[0] += bfloat16_low(newest);
-      row_sum[1] += bfloat16_high(newest);
+      row_sum[0] += half_low(newest);
+      row_sum[1] += half_high(newest);
 #pragma unroll
       for (int i = 64; i < 68; i++) zero_in_place(residual[i]);
       quads++;
     };
-    // residual -> out_half, which is kept divided by 2 * 2^exponent(row sum): below 60000 + 448 whatever the scores.
+    // residual -> out_smem, which is kept divided by 2 * 2^exponent(row sum): below 60000 + 448 whatever the scores.
     auto flush = [&]() {
       pin(residual);
       residual_empty = true;
@@ -375,25 +409,33 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
         out_factor[r] = __uint_as_float(exponent + 0x00800000u);
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        scaled_sums[i] = pack_half(bfloat16_low(sums[i]) * scale[i & 1], bfloat16_high(sums[i]) * scale[i & 1]);
-      means_pending = MEANS;
-#pragma unroll
-      for (int i = 0; i < 32; i++)
-        out_half[i] = half2_fma(out_half[i], keep[i & 1],
-                                pack_half(residual[2 * i] * scale[i & 1], residual[2 * i + 1] * scale[i & 1]));
+      for (int i = 0; i < 8; i++) {
+        uint4 out = shared_load<uint4>(out_smem(i));
+        auto add = [&](u32& pair, int first) {
+          const int r = (first >> 1) & 1;
+          pair = half2_fma(pair, keep[r], pack_half(residual[first] * scale[r], residual[first + 1] * scale[r]));
+        };
+        add(out.x, 8 * i);
+        add(out.y, 8 * i + 2);
+        add(out.z, 8 * i + 4);
+        add(out.w, 8 * i + 6);
+        shared_store(out_smem(i), out);
+      }
       quads = 0;
+    };
+    auto release_means = [&]() {
+      if (thread == 0) mbarrier_arrive(barriers.means_empty(group & 1));
+      group++;
     };
     auto restore_means = [&]() {
       wait_means();
-      pin(out_half);
+      pin(residual);
+      pin(sums);
       wgmma_fence();
       issue_means();
-      wgmma_commit();
       wgmma_wait<0>();
-      pin(out_half);
-      group++;
-      means_pending = false;
+      pin(residual);
+      release_means();
     };
 
     // The two consumers take turns in issuing products: named barrier 1 + consumer is that consumer's turn.
@@ -402,6 +444,13 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     if (consumer == 1) named_barrier_arrive<CONSUMERS>(1);
 
     mbarrier_wait(barriers.q_full(), 0);
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int row = first_row() % 64 + 8 * (i & 1), byte = i / 4 * 32 + (i & 2) * 8 + 2 * column;
+      const u32 tile_smem = base_smem + Smem::Q + consumer * 64 * HEAD_DIM;
+      q_rmem[i] = shared_load<u32>(tile_smem + row * HEAD_DIM + ((byte / 16) ^ (row & 7)) * 16 + byte % 16);
+    }
+    pin(q_rmem);
     mbarrier_wait(barriers.full(0), 0);
     start_scores(0);
     pin(scores);
@@ -426,37 +475,40 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
         if (tile == steps) goto last_tiles;
         const int stage = (step + 1) % STAGES;
         mbarrier_wait(barriers.full(stage), step == STAGES - 1 ? parity ^ 1 : parity);
-        if (MEANS && step == 1 && means_pending) {
-          // A step of its own: the mean product is in flight with the others. Inside a branch of the ordinary step ptxas would
-          // serialize it (C7514).
-          wait_means();
+        if (step == 0 && quads == GROUP / STAGES) {
+          // A group is full: its means are added to its products, then both leave the accumulator. Not a branch of the ordinary
+          // step: around products in flight ptxas would serialize them (C7514).
+          if (MEANS) wait_means();
           take_turn();
           pin(codes_a);
           pin(codes_b);
-          pin(out_half);
+          pin(residual);
+          pin(sums);
+          pin(q_rmem);
           wgmma_fence();
+          if (MEANS) issue_means();
           issue_qk(stage, false);
-          issue_means();
+          wgmma_wait<1>();
+          pin(residual);
+          if (MEANS) release_means();
           scale_if_raised();
+          flush();  // hidden below the product
           pin(residual);
           wgmma_fence();
-          issue_pv(codes_b, stage, true);
+          issue_pv(codes_a, stage, false);
+          residual_empty = false;
           pass_turn();
           wgmma_wait<1>();
           pin(scores);
-          softmax(codes_a);
-          pin(out_half);
-          if (thread == 0) mbarrier_arrive(barriers.means_empty(group & 1));
-          group++;
-          means_pending = false;
+          softmax(codes_b);
         } else {
           take_turn();
           pin(codes_a);
           pin(codes_b);
+          pin(q_rmem);
           wgmma_fence();
           issue_qk(stage, false);
           scale_if_raised();
-          if (step == 0 && quads == GROUP / STAGES) flush();  // hidden below the product
           pin(residual);
           wgmma_fence();
           if (step & 1)
@@ -485,8 +537,11 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       for (int i = 0; i < 16; i++) codes_a[i] = codes_b[i];
     }
     scale_if_raised();
-    if (quads == GROUP / STAGES) flush();
-    if (MEANS && means_pending) restore_means();
+    auto flush_group = [&]() {
+      if (MEANS) restore_means();
+      flush();
+    };
+    if (quads == GROUP / STAGES) flush_group();
     auto wait_next_stage = [&]() {
       const int stage = (next_step + 1) % STAGES;
       mbarrier_wait(barriers.full(stage), next_step == STAGES - 1 ? parity ^ 1 : parity);
@@ -510,10 +565,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       if (++next_step == STAGES) collect_sums();
       scale_if_raised();
       if (next_step == STAGES) {
-        if (quads == GROUP / STAGES) {
-          flush();
-          if (MEANS) restore_means();
-        }
+        if (quads == GROUP / STAGES) flush_group();
         next_step = 0;
         parity ^= 1;
       }
@@ -532,8 +584,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       push_sums(0u);
       quads++;
     }
-    flush();
-    if (MEANS) restore_means();
+    flush_group();
     if (consumer == 0) named_barrier_sync<CONSUMERS>(1);  // takes the turn passed last, so that the barrier ends empty
 
     const float* v_scale = v_scale_gmem + static_cast<i64>(bh) * HEAD_DIM;
@@ -546,7 +597,8 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
         u16* out_row = out + row * out_stride_s + column;
 #pragma unroll
         for (int n = 0; n < 16; n++) {
-          const u32 pair = out_half[2 * n + r];
+          const uint4 four = shared_load<uint4>(out_smem(n / 2));
+          const u32 pair = n & 1 ? (r ? four.w : four.z) : (r ? four.y : four.x);
           *reinterpret_cast<u32*>(out_row + 8 * n) = pack_out(half_low(pair) * factor * v_scale[8 * n + column],
                                                               half_high(pair) * factor * v_scale[8 * n + column + 1]);
         }

@@ -37,6 +37,12 @@ DEVICE void mbarrier_arrive_cluster(u32 barrier_smem, u32 block_rank) {
       : "memory");
 }
 
+template <class T>
+DEVICE T shared_load(u32 address_smem) { return *static_cast<const T*>(__cvta_shared_to_generic(address_smem)); }
+
+template <class T>
+DEVICE void shared_store(u32 address_smem, T value) { *static_cast<T*>(__cvta_shared_to_generic(address_smem)) = value; }
+
 // Returns once the phase of this parity is complete. A barrier that was never used answers parity 1 at once.
 DEVICE void mbarrier_wait(u32 barrier_smem, int parity) {
   asm volatile(
@@ -159,6 +165,15 @@ DEVICE void wgmma_m64n128k32_s8(u32 (&d_rmem)[64], u64 a_descriptor, u64 b_descr
       : "l"(a_descriptor), "l"(b_descriptor), "r"(accumulate));
 }
 
+// d[64 x 128] (s32) = (accumulate ? d : 0) + a[64 x 32] b[128 x 32]^T, both INT8, a in registers.
+DEVICE void wgmma_m64n128k32_s8(u32 (&d_rmem)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" PTX_64 "}, {%64, %65, %66, %67}, %68, p;\n}"
+      : INOUT_64("+r", d_rmem)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor), "r"(accumulate));
+}
+
 // d[64 x 136] (FP32) = (accumulate ? d : 0) + a[64 x 32] b[136 x 32]^T, both E4M3, a in registers.
 DEVICE void wgmma_m64n136k32_e4m3(float (&d_rmem)[68], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor, int accumulate) {
   asm volatile(
@@ -169,12 +184,22 @@ DEVICE void wgmma_m64n136k32_e4m3(float (&d_rmem)[68], u32 a0, u32 a1, u32 a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor), "r"(accumulate));
 }
 
-// d[64 x 128] (packed half) += a[64 x 16] b[128 x 16]^T, both half, a in registers.
-DEVICE void wgmma_m64n128k16_f16(u32 (&d_rmem)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor) {
+// d[64 x 128] (s32) = a[64 x 32] b[128 x 32]^T + (accumulate ? d : 0), a unsigned bytes in registers, b INT8.
+DEVICE void wgmma_m64n128k32_u8s8(u32 (&d_rmem)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor, int accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f16.f16.f16 {" PTX_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-      : INOUT_32("+r", d_rmem, 0)
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.s32.u8.s8 {" PTX_64 "}, {%64, %65, %66, %67}, %68, p;\n}"
+      : INOUT_64("+r", d_rmem)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor), "r"(accumulate));
+}
+
+// d[64 x 128] (FP32, the first 64 registers) += a[64 x 16] b[128 x 16]^T, both half, a in registers.
+template <int N>
+DEVICE void wgmma_m64n128k16_f32_f16(float (&d_rmem)[N], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" PTX_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+      : INOUT_64("+f", d_rmem)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor), "r"(1));
 }
 
@@ -216,12 +241,23 @@ DEVICE u32 pack_bfloat16(float low, float high) {
   return y;
 }
 
-DEVICE float bfloat16_low(u32 pair) { return __uint_as_float(pair << 16); }
-DEVICE float bfloat16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+// Two E4M3 bytes, rounded to nearest even, at most 448.
+DEVICE u32 pack_e4m3(float low, float high) {
+  u32 y;
+  asm("{\n.reg .b16 pair;\ncvt.rn.satfinite.e4m3x2.f32 pair, %1, %2;\ncvt.u32.u16 %0, pair;\n}" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
 
 DEVICE u32 half2_max(u32 a, u32 b) {
   u32 y;
   asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+DEVICE u32 half2_mul(u32 a, u32 b) {
+  u32 y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 
