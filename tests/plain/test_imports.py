@@ -16,6 +16,7 @@ HOST = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "nodes", "folde
 OPTIONAL = {"triton", "cuda", "cutlass", "diffusers", "transformers", "numpy", *HOST}
 IMPLEMENTATIONS = {"reference", "triton", "cuda", "cute"}
 WITHOUT_TORCH = ["__init__.py", "arch.py", "dispatch.py", "errors.py", "schedule.py"]
+DEVICE_CODE = KERNELS / "triton_kernels"  # the only modules that import triton when they are imported
 DIFFUSERS_DOOR = KERNELS / "integrations" / "diffusers.py"
 
 
@@ -108,7 +109,15 @@ def test_kernels_reach_each_other_by_relative_imports_only(path):
 @pytest.mark.parametrize("path", sources(KERNELS), ids=named)
 def test_importing_a_kernels_module_needs_torch_at_most(path):
     needed = absolute_names(at_import(ast.parse(path.read_text())))
-    assert needed <= sys.stdlib_module_names | {"torch"}
+    optional = {"triton"} if path.parent == DEVICE_CODE else set()
+    assert needed <= sys.stdlib_module_names | {"torch"} | optional
+
+
+@pytest.mark.parametrize("path", [path for path in sources(KERNELS) if path.parent != DEVICE_CODE], ids=named)
+def test_device_code_is_imported_inside_functions_only(path):
+    tree = ast.parse(path.read_text())
+    reached = {node.module or "" for node in at_import(tree) if isinstance(node, ast.ImportFrom)}
+    assert not any(DEVICE_CODE.name in module.split(".") for module in reached)
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)

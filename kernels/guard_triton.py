@@ -1,0 +1,90 @@
+"""Every Triton kernel proves itself on the user's card before its first real call, as in guard.py.
+
+Per device and dtype, on first question: is Triton there, do the kernels compile, do they equal the reference on the
+same operands, and do they write all of a poisoned output.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from importlib import import_module
+
+from . import triton_support
+from .errors import KernelUnavailable
+
+log = logging.getLogger("vc_attention")
+
+SELF_TESTS = {
+    "triton8": ".attend.self_test8",
+    "triton4": ".attend.self_test4",
+    "grouping": ".group.self_test",
+}
+HOW_TO_REPORT = "please report what `python -m kernels` prints in the folder of this package"
+
+_lock = threading.Lock()
+_verdicts: dict[tuple, str | None] = {}
+
+
+def why_triton8_is_unavailable(device, dtype: str) -> str | None:
+    """Why the 8-bit Triton kernels cannot be used on ``device`` for inputs of ``dtype``; None if they can."""
+    return why_unavailable("triton8", device, dtype)
+
+
+def why_triton4_is_unavailable(device, dtype: str) -> str | None:
+    """Why the 4-bit Triton kernels cannot be used on ``device`` for inputs of ``dtype``; None if they can."""
+    return why_unavailable("triton4", device, dtype)
+
+
+def why_grouping_is_unavailable(device, dtype: str) -> str | None:
+    """Why Triton cannot group values of ``dtype`` on ``device``; None if it can."""
+    return why_unavailable("grouping", device, dtype)
+
+
+def why_unavailable(name: str, device, dtype: str) -> str | None:
+    """The verdict of an implementation's self-test, made once per device and dtype."""
+    import torch
+
+    reason = triton_support.why_missing()
+    if reason is not None:
+        return reason
+    if device.type != "cuda":
+        return f"runs on NVIDIA GPUs, not on {device.type}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (name, index, dtype)
+    if key in _verdicts:
+        return _verdicts[key]
+    if torch.cuda.is_current_stream_capturing():
+        return "must run once before a CUDA graph is captured"
+    with _lock:
+        if key not in _verdicts:
+            _verdicts[key] = _verdict(name, torch.device("cuda", index), getattr(torch, dtype))
+    return _verdicts[key]
+
+
+def _verdict(name: str, device, dtype) -> str | None:
+    import torch
+
+    card = torch.cuda.get_device_name(device)
+    log.info("VC Attention: compiling and testing its Triton kernels for %s on %s", dtype, card)
+    try:
+        # The caller's autocast and default device are not ours: the specifications need float32 on this device.
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.device("cpu"),
+            torch.cuda.device(device),
+        ):
+            fault = import_module(SELF_TESTS[name], __package__).self_test(device, dtype)
+    except KernelUnavailable as error:
+        return error.reason
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        log.exception("VC Attention's Triton kernels do not run on %s", card)
+        sentence = " ".join(str(error).split())[:200]
+        return f"does not compile or run here ({type(error).__name__}: {sentence}); {HOW_TO_REPORT}"
+    if fault is not None:
+        log.error("VC Attention's self-test failed on %s: %s", card, fault)
+        return f"self-test failed ({fault}); {HOW_TO_REPORT}"
+    return None
