@@ -1,0 +1,1 @@
+"""Triton device code. Only these modules import triton at module level; hosts import them inside functions."""
