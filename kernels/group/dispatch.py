@@ -11,17 +11,30 @@ from ..attend.validation import dtype_name, require_finite
 from ..dispatch import AUTO, IMPLEMENTATIONS
 from ..errors import UnsupportedCall
 from ..guard import why_cuda_is_unavailable
+from ..guard_triton import why_grouping_is_unavailable
 
 
 def choose_group(v: Tensor, clusters: int, implementation: str) -> Callable:
-    """The function that groups ``v`` [B, H, S, D]; UnsupportedCall if a named one does not serve it."""
+    """The function that groups ``v`` [B, H, S, D]; UnsupportedCall if a named one does not serve it.
+
+    ``auto`` takes the hand-written kernel, else Triton's, else the reference; the name of an attention by Triton takes
+    Triton's.
+    """
     if implementation == "reference":
         return _reference
-    reason = _why_not_cuda(v, clusters)
-    if reason is None:
-        from .cuda import group_cuda
+    reason = None
+    if implementation in (AUTO, "cuda"):
+        reason = _why_not_cuda(v, clusters)
+        if reason is None:
+            from .cuda import group_cuda
 
-        return group_cuda
+            return group_cuda
+    if implementation != "cuda":
+        reason = _why_not_triton(v, clusters)
+        if reason is None:
+            from .triton import group_triton
+
+            return group_triton
     if implementation == AUTO:
         return _reference
     raise UnsupportedCall({implementation: reason})
@@ -35,10 +48,24 @@ def _reference(v: Tensor, centroids: Tensor | None, clusters: int, iterations: i
 
 
 def _why_not_cuda(v: Tensor, clusters: int) -> str | None:
-    families = next(row.families for row in IMPLEMENTATIONS if row.name == "cuda")
-    name = family(v.device)
-    if name not in families:
-        return f"runs on {', '.join(families)}, not on {name}"
+    reason = _why_not_family("cuda", v)
+    if reason is not None:
+        return reason
     from .cuda import refusal
 
     return refusal(v, clusters) or why_cuda_is_unavailable(v.device, dtype_name(v.dtype))
+
+
+def _why_not_triton(v: Tensor, clusters: int) -> str | None:
+    reason = _why_not_family("triton8", v)
+    if reason is not None:
+        return reason
+    from .triton import refusal
+
+    return refusal(v, clusters) or why_grouping_is_unavailable(v.device, dtype_name(v.dtype))
+
+
+def _why_not_family(implementation: str, v: Tensor) -> str | None:
+    families = next(row.families for row in IMPLEMENTATIONS if row.name == implementation)
+    name = family(v.device)
+    return None if name in families else f"runs on {', '.join(families)}, not on {name}"
