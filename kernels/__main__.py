@@ -6,7 +6,7 @@ import platform
 import sys
 
 from . import __version__
-from .arch import EIGHT_BIT, FOUR_BIT, family
+from .arch import MODES, family
 from .dispatch import IMPLEMENTATIONS, Call
 
 
@@ -22,14 +22,14 @@ def main() -> int:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         print(f"{device}: {card}, family {name}")
         for row in IMPLEMENTATIONS:
-            for mode in (EIGHT_BIT, FOUR_BIT):
+            for mode in MODES:
                 for dtype in ("bfloat16", "float16"):
                     print(f"  {row.name}, {mode}, {dtype}: {_answer(row, device, Call(name, mode, dtype, 128))}")
     return 0
 
 
 def _answer(row, device, call: Call) -> str:
-    return row.refusal(call) or row.unavailable(device, call.dtype) or "ready"
+    return row.refusal(call) or row.unavailable(device, call) or "ready"
 
 
 if __name__ == "__main__":

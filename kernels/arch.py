@@ -10,25 +10,35 @@ from typing import NamedTuple
 
 EIGHT_BIT = "8-bit"
 FOUR_BIT = "4-bit"
-MODES = (EIGHT_BIT, FOUR_BIT)
+PRECISE = "8-bit precise"
+MODES = (EIGHT_BIT, FOUR_BIT, PRECISE)
 
 
 class FamilyRow(NamedTuple):
-    """One line of the hardware table (method, section 5)."""
+    """One line of the hardware table (method, section 5).
+
+    Attributes:
+        mode: the one ``auto`` takes.
+        expcast: whether its 8-bit mode makes probabilities by ExpCast.
+        other_modes: what can be asked for beside it.
+        qk_format: of q and k in 8-bit mode; the fifth generation of tensor cores has lost INT8.
+    """
 
     family: str
     cards: str
     mode: str
     expcast: bool
+    other_modes: tuple[str, ...] = ()
+    qk_format: str = "int8"
 
 
 FAMILIES = (
     FamilyRow("sm_89", "RTX 40, L40S", EIGHT_BIT, False),
-    FamilyRow("sm_90", "H100, H200", EIGHT_BIT, True),
-    FamilyRow("sm_100", "B200", EIGHT_BIT, True),
-    FamilyRow("sm_103", "B300", EIGHT_BIT, True),
-    FamilyRow("sm_120", "RTX PRO 6000, RTX 50", FOUR_BIT, False),
-    FamilyRow("sm_121", "DGX Spark", FOUR_BIT, False),
+    FamilyRow("sm_90", "H100, H200", EIGHT_BIT, True, (PRECISE,)),
+    FamilyRow("sm_100", "B200", EIGHT_BIT, True, (), "e4m3"),
+    FamilyRow("sm_103", "B300", EIGHT_BIT, True, (), "e4m3"),
+    FamilyRow("sm_120", "RTX PRO 6000, RTX 50", FOUR_BIT, False, (EIGHT_BIT,)),
+    FamilyRow("sm_121", "DGX Spark", FOUR_BIT, False, (EIGHT_BIT,)),
 )
 _ROWS = {row.family: row for row in FAMILIES}
 
@@ -60,6 +70,11 @@ def family(device) -> str:
 def family_row(name: str) -> FamilyRow | None:
     """The hardware table's row for a family, or None where no mode exists."""
     return _ROWS.get(name)
+
+
+def cards_of_mode(mode: str) -> str:
+    """Names of the cards a mode is for, separated by commas."""
+    return ", ".join(row.cards for row in FAMILIES if mode == row.mode or mode in row.other_modes)
 
 
 def why_no_mode(name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from .arch import EIGHT_BIT, FAMILIES, MODES, family_row, why_no_mode
+from .arch import EIGHT_BIT, FOUR_BIT, MODES, PRECISE, cards_of_mode, family_row, why_no_mode
 from .attend.settings import AUTO, check_choice
 from .errors import UnsupportedCall
 
@@ -23,13 +23,16 @@ class Implementation:
     Attributes:
         name: what a caller writes.
         families: hardware families it runs on, or None for every one.
-        modes: "8-bit", "4-bit" or both.
+        modes: which of "8-bit", "4-bit" and "8-bit precise".
         dtypes: names of input dtypes.
         head_dims: smallest and largest head dimension.
         automatic: whether ``auto`` may choose it.
         entry: "module:function" inside this package, loaded on first use.
         status: what has been seen of it, for the documentation.
-        readiness: "module:function" that answers for one device and dtype why it cannot run there; empty: it can.
+        seen: families of which something else has been seen, and what: ``(("sm_89", "compiled only"),)``.
+        head_dim_step: distance between the head dimensions it serves, from the smallest on.
+        readiness: "module:function" that answers for a device and a dtype, and for the mode where the row has several,
+            why it cannot run there; empty: it can.
     """
 
     name: str
@@ -41,6 +44,12 @@ class Implementation:
     entry: str
     status: str
     readiness: str = ""
+    seen: tuple[tuple[str, str], ...] = ()
+    head_dim_step: int = 1
+
+    def status_on(self, family: str) -> str:
+        """What has been seen of it on one family."""
+        return dict(self.seen).get(family, self.status)
 
     def refusal(self, call: Call) -> str | None:
         """Why this implementation does not serve the call; None if it does."""
@@ -51,18 +60,28 @@ class Implementation:
         if call.dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {call.dtype}"
         smallest, largest = self.head_dims
-        if not smallest <= call.head_dim <= largest:
-            span = f"{largest}" if smallest == largest else f"from {smallest} to {largest}"
-            return f"serves head_dim {span}, not {call.head_dim}"
+        if call.head_dim not in range(smallest, largest + 1, self.head_dim_step):
+            return f"serves head_dim {self._head_dims_text()}, not {call.head_dim}"
         return None
+
+    def _head_dims_text(self) -> str:
+        smallest, largest = self.head_dims
+        if smallest == largest:
+            return f"{largest}"
+        if self.head_dim_step == 1:
+            return f"from {smallest} to {largest}"
+        return " and ".join(map(str, range(smallest, largest + 1, self.head_dim_step)))
 
     def load(self) -> Callable:
         """The function behind ``entry``."""
         return _load(self.entry)
 
-    def unavailable(self, device, dtype: str) -> str | None:
+    def unavailable(self, device, call: Call) -> str | None:
         """Why it cannot run on this machine; None if it can. The first question may compile and test a kernel."""
-        return _load(self.readiness)(device, dtype) if self.readiness else None
+        if not self.readiness:
+            return None
+        mode = (call.mode,) if len(self.modes) > 1 else ()
+        return _load(self.readiness)(device, call.dtype, *mode)
 
 
 def _load(place: str) -> Callable:
@@ -84,13 +103,38 @@ IMPLEMENTATIONS = (
     Implementation(
         name="cuda",
         families=("sm_90",),
-        modes=(EIGHT_BIT,),
+        modes=(EIGHT_BIT, PRECISE),
         dtypes=("bfloat16", "float16"),
         head_dims=(128, 128),
         automatic=True,
         entry=".attend.run_cuda:run",
         status="run on an H200",
         readiness=".guard:why_cuda_is_unavailable",
+    ),
+    Implementation(
+        name="triton8",
+        families=("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"),
+        modes=(EIGHT_BIT,),
+        dtypes=("bfloat16", "float16"),
+        head_dims=(64, 128),
+        automatic=True,
+        entry=".attend.run_triton8:run",
+        status="compiled only",
+        readiness=".guard_triton:why_triton8_is_unavailable",
+        seen=(("sm_90", "run on an H200"),),
+        head_dim_step=64,
+    ),
+    Implementation(
+        name="triton4",
+        families=("sm_120", "sm_121"),
+        modes=(FOUR_BIT,),
+        dtypes=("bfloat16", "float16"),
+        head_dims=(64, 128),
+        automatic=True,
+        entry=".attend.run_triton4:run",
+        status="compiled only",
+        readiness=".guard_triton:why_triton4_is_unavailable",
+        head_dim_step=64,
     ),
     Implementation(
         name="reference",
@@ -116,18 +160,19 @@ def choose(call: Call, name: str = AUTO, device=None) -> Implementation:
     With a ``device`` (torch.device) an implementation must also be able to run there.
     """
     check_choice("implementation", name, implementation_names())
-    candidates = [row for row in IMPLEMENTATIONS if (row.automatic if name == AUTO else row.name == name)]
+    if name == AUTO:
+        candidates = [row for row in IMPLEMENTATIONS if row.automatic and _is_for_family(row, call.family)]
+    else:
+        candidates = [row for row in IMPLEMENTATIONS if row.name == name]
     reasons = {}
     for row in candidates:
         refusal = row.refusal(call)
         if refusal is None and device is not None:
-            refusal = row.unavailable(device, call.dtype)
+            refusal = row.unavailable(device, call)
         if refusal is None:
             return row
         reasons[row.name] = refusal
-    if name == AUTO and not any(_is_for_family(row, call.family) for row in candidates):
-        reasons = {AUTO: why_no_kernel(call.family)}
-    raise UnsupportedCall(reasons)
+    raise UnsupportedCall(reasons or {AUTO: why_no_kernel(call.family)})
 
 
 def why_no_kernel(family: str) -> str:
@@ -140,7 +185,7 @@ def why_no_kernel(family: str) -> str:
 
 def _made_for(mode: str) -> str:
     """Which cards a mode is for, to end a refusal with."""
-    cards = ", ".join(family.cards for family in FAMILIES if family.mode == mode)
+    cards = cards_of_mode(mode)
     return f", which is for {cards}" if cards else ""
 
 

@@ -32,10 +32,11 @@ from ..formats import (
     quantize_nvfp4,
 )
 from ..group.blocks import BLOCK, expand_blocks
-from ..quantize.operands import Operands4, Operands8
+from ..quantize.operands import Operands4, Operands8, Operands8Precise
 
 ROWS_PER_PASS = 4096
 CODES_PER_NAT = CODES_PER_OCTAVE * math.log2(math.e)
+LINEAR_TOP = 255.0  # a linear probability of 1, in an unsigned byte
 
 
 @dataclass
@@ -63,10 +64,10 @@ class _RowState:
         self.output = self.output * alpha
         self.mean_part = self.mean_part * alpha
 
-    def add(self, probabilities: Tensor, row_sum: Tensor, residual: Tensor, mean: Tensor | None) -> None:
-        """Take in a tile: probabilities [.., BLOCK], row_sum [.., 1], residual [B, H, BLOCK, D], mean [B, H, 1, D]."""
+    def add(self, row_sum: Tensor, weighted_residual: Tensor, mean: Tensor | None) -> None:
+        """Take in a tile: row_sum [B, H, rows, 1], weighted_residual [B, H, rows, D], mean [B, H, 1, D]."""
         self.row_sum = self.row_sum + row_sum
-        self.output = self.output + product(probabilities, residual)
+        self.output = self.output + weighted_residual
         if mean is not None:
             self.mean_part = self.mean_part + row_sum * mean.float()
 
@@ -106,8 +107,32 @@ def attend8(operands: Operands8, scale: float, probabilities: str) -> Tensor:
         state = _RowState.start(queries)
         for tile, mean in _tiles(keys.shape[3], operands.means):
             decoded = convert(state, product(queries, keys[..., tile]) * query_scale * key_scale[..., tile])
-            state.add(decoded, decoded.sum(-1, keepdim=True), residual[:, :, tile], mean)
+            state.add(decoded.sum(-1, keepdim=True), product(decoded, residual[:, :, tile]), mean)
         return (state.output * operands.residual_scale + state.mean_part) / state.row_sum
+
+    return _by_rows(attend_rows, operands.q.codes.shape[2])
+
+
+def attend8_precise(operands: Operands8Precise, scale: float) -> Tensor:
+    """Precise 8-bit attention on quantized operands: [B, H, S_q, D] float32.
+
+    A probability is a whole number, 255 for the largest of the row *in its tile*, and a tile has a weight. On flat rows
+    a step of the whole row's maximum would be coarse: most of 75,600 probabilities would lie below 10.
+    """
+    keys = operands.k.numbers().transpose(2, 3)
+    key_scale = operands.k.scale.transpose(2, 3) * (scale * CODES_PER_NAT)
+
+    def attend_rows(rows: slice) -> Tensor:
+        queries = operands.q.numbers()[:, :, rows]
+        query_scale = operands.q.scale[:, :, rows]
+        state = _RowState.start(queries)
+        for index, (tile, mean) in enumerate(_tiles(keys.shape[3], operands.means)):
+            scores = product(queries, keys[..., tile]) * query_scale * key_scale[..., tile]
+            weight, whole = _linear_tile(state, scores)
+            residual = product(whole, operands.residual[:, :, tile])
+            weighted = residual * operands.residual_scale[:, :, index : index + 1] * weight
+            state.add(weight * whole.sum(-1, keepdim=True), weighted, mean)
+        return (state.output + state.mean_part) / state.row_sum
 
     return _by_rows(attend_rows, operands.q.codes.shape[2])
 
@@ -136,7 +161,7 @@ def attend4(operands: Operands4, scale: float) -> Tensor:
             exponentials, decoded = _nvfp4_tile(state, scores)
             weights = decoded if mean is None else exponentials
             row_sum = weights.sum(-1, keepdim=True, dtype=torch.float64).float()
-            state.add(decoded, row_sum, residual[:, :, tile], mean)
+            state.add(row_sum, product(decoded, residual[:, :, tile]), mean)
         return (state.output * residual_scale + state.mean_part) / state.row_sum
 
     return _by_rows(attend_rows, all_queries.shape[2])
@@ -163,6 +188,14 @@ def _exp2_tile(state: _RowState, scores: Tensor) -> Tensor:
     """Decoded probabilities of a tile by exponential and cast, scaled by 2^8."""
     state.raise_maximum(scores.amax(-1, keepdim=True))
     return decode_e4m3(encode_e4m3(exp2((scores - state.maximum) / CODES_PER_OCTAVE + LOG2_SCALE)))
+
+
+def _linear_tile(state: _RowState, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """What a tile weighs in each row, and its probabilities in 255ths of the row's largest in the tile."""
+    highest = scores.amax(-1, keepdim=True)
+    state.raise_maximum(highest)
+    whole = torch.round(LINEAR_TOP * exp2((scores - highest) / CODES_PER_OCTAVE))
+    return exp2((highest - state.maximum) / CODES_PER_OCTAVE), whole
 
 
 def _nvfp4_tile(state: _RowState, scores: Tensor) -> tuple[Tensor, Tensor]:

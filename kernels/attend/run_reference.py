@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arch import EIGHT_BIT
+from ..arch import EIGHT_BIT, PRECISE
 from ..errors import UnsupportedCall
-from ..quantize.reference import quantize4, quantize8
-from .reference import attend4, attend8
+from ..quantize.reference import quantize4, quantize8, quantize8_precise
+from .reference import attend4, attend8, attend8_precise
 from .settings import Settings
 from .validation import require_finite
 
@@ -25,6 +25,8 @@ def run(
     operands = quantize(q, k, v, permutation, settings)
     if settings.mode == EIGHT_BIT:
         output = attend8(operands, scale, settings.probabilities)
+    elif settings.mode == PRECISE:
+        output = attend8_precise(operands, scale)
     else:
         output = attend4(operands, scale)
     if not bool(torch.isfinite(output).all()):
@@ -33,7 +35,9 @@ def run(
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, settings: Settings):
-    """Operands of the call in its mode: Operands8 or Operands4."""
+    """Operands of the call in its mode: Operands8, Operands8Precise or Operands4."""
     if settings.mode == EIGHT_BIT:
         return quantize8(q, k, v, permutation, settings.qk_format, settings.demean)
+    if settings.mode == PRECISE:
+        return quantize8_precise(q, k, v, permutation, settings.demean)
     return quantize4(q, k, v, permutation, settings.demean)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arch import EIGHT_BIT, FOUR_BIT, MODES, family_row
+from ..arch import EIGHT_BIT, FOUR_BIT, MODES, PRECISE, family_row
 from ..errors import InvalidArgument
 
 AUTO = "auto"
 LAYOUTS = ("BHSD", "BSHD")
-QK_FORMATS = {EIGHT_BIT: ("int8", "e4m3"), FOUR_BIT: ("nvfp4",)}
-PROBABILITIES = {EIGHT_BIT: ("expcast", "exp2"), FOUR_BIT: ("exp2",)}
+QK_FORMATS = {EIGHT_BIT: ("int8", "e4m3"), FOUR_BIT: ("nvfp4",), PRECISE: ("int8",)}
+PROBABILITIES = {EIGHT_BIT: ("expcast", "exp2"), FOUR_BIT: ("exp2",), PRECISE: ("linear",)}
+VALUE_FORMATS = {EIGHT_BIT: "e4m3", FOUR_BIT: "nvfp4", PRECISE: "int8"}
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class Settings:
     """Numerics of one call.
 
     Attributes:
-        mode: "8-bit" or "4-bit".
+        mode: "8-bit", "4-bit" or "8-bit precise".
         qk_format: number format of queries and keys.
-        probabilities: "expcast" or "exp2".
+        probabilities: "expcast", "exp2" or "linear" (whole numbers 0..255 of the row's maximum in a tile).
         demean: whether block means of the values are removed and restored.
     """
 
@@ -28,6 +29,11 @@ class Settings:
     qk_format: str
     probabilities: str
     demean: bool
+
+    @property
+    def value_format(self) -> str:
+        """Number format of the values without their block means."""
+        return VALUE_FORMATS[self.mode]
 
 
 def check_choice(name: str, value, choices: tuple[str, ...]) -> None:
@@ -51,10 +57,10 @@ def resolve(mode: str, qk_format: str, probabilities: str, demean: bool, family:
     if mode == AUTO:
         mode = row.mode if row else EIGHT_BIT
     if qk_format == AUTO:
-        qk_format = QK_FORMATS[mode][0]
+        qk_format = row.qk_format if row and mode == EIGHT_BIT else QK_FORMATS[mode][0]
     if probabilities == AUTO:
-        expcast = mode == EIGHT_BIT and (row is None or row.expcast)
-        probabilities = "expcast" if expcast else "exp2"
+        without_expcast = mode == EIGHT_BIT and row is not None and not row.expcast
+        probabilities = "exp2" if without_expcast else PROBABILITIES[mode][0]
     check_choice("qk_format", qk_format, QK_FORMATS[mode])
     check_choice("probabilities", probabilities, PROBABILITIES[mode])
     return Settings(mode, qk_format, probabilities, demean)

@@ -89,7 +89,7 @@ def apply(
 
     Args:
         transformer: the model; a pipeline of Wan2.2 has two, each gets its own handle.
-        mode: "auto", "8-bit" or "4-bit".
+        mode: "auto", "8-bit", "4-bit" or "8-bit precise".
         window: share of the schedule, from its start, in which values are grouped anew (0 to 1).
         interval: steps for which a grouping is held.
         clusters: clusters per head; None chooses by the number of tokens.

@@ -113,9 +113,13 @@ EVERY_FAMILY += [name for _, name in OTHER_DEVICES] + ["hip"]
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_auto_takes_a_familys_kernel_or_says_why_there_is_none(name):
     served = [row for row in IMPLEMENTATIONS if row.automatic and (row.families is None or name in row.families)]
-    assert [row.name for row in served] == (["cuda"] if name == "sm_90" else [])
+    table = family_row(name)
+    assert bool(served) == (table is not None)
     if served:
-        assert choose(Call(name, EIGHT_BIT, "bfloat16", 128)) is served[0]
+        for mode in {EIGHT_BIT, table.mode}:
+            first = choose(Call(name, mode, "bfloat16", 128))
+            assert first is next(row for row in served if mode in row.modes)
+            assert first.name == ("cuda" if name == "sm_90" else {EIGHT_BIT: "triton8", FOUR_BIT: "triton4"}[mode])
         return
     with pytest.raises(UnsupportedCall) as raised:
         choose(Call(name, EIGHT_BIT, "bfloat16", 128))

@@ -97,7 +97,29 @@ def test_reference_refuses_with_what_it_takes_and_what_came(call, words):
 def test_a_mode_asked_on_the_wrong_card_names_the_right_ones():
     with pytest.raises(UnsupportedCall) as raised:
         choose(replace(CALL, mode=FOUR_BIT))
-    assert raised.value.reasons == {"cuda": "has no 4-bit mode, which is for RTX PRO 6000, RTX 50, DGX Spark"}
+    sentence = "has no 4-bit mode, which is for RTX PRO 6000, RTX 50, DGX Spark"
+    assert raised.value.reasons == {"cuda": sentence, "triton8": sentence}
+
+
+def test_auto_on_a_hopper_card_takes_triton_only_where_cuda_cannot_run(monkeypatch):
+    missing = {".guard:why_cuda_is_unavailable": "needs a compiler"}
+    monkeypatch.setattr(dispatch, "_load", lambda place: lambda *_: missing.get(place))
+    assert choose(CALL, device="a card").name == "triton8"
+    missing.clear()
+    assert choose(CALL, device="a card").name == "cuda"
+    assert choose(replace(CALL, head_dim=64), device="a card").name == "triton8"
+
+
+@pytest.mark.parametrize(("head_dim", "served"), [(64, True), (128, True), (63, False), (96, False), (192, False)])
+def test_head_dims_in_steps(head_dim, served):
+    real = row("triton8", head_dims=(64, 128), head_dim_step=64)
+    refusal = real.refusal(replace(CALL, head_dim=head_dim))
+    assert refusal == (None if served else f"serves head_dim 64 and 128, not {head_dim}")
+
+
+def test_what_was_seen_is_said_by_family():
+    real = row("new", families=("sm_89", "sm_90"), status="compiled only", seen=(("sm_90", "run on an H200"),))
+    assert [real.status_on(name) for name in ("sm_89", "sm_90")] == ["compiled only", "run on an H200"]
 
 
 # The choice, on made-up rows

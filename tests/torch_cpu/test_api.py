@@ -51,7 +51,10 @@ def refused(exception=InvalidArgument, **arguments) -> str:
         ({"mode": "16-bit"}, ("mode ", "'auto', '8-bit', '4-bit'", "'16-bit'")),
         ({"mode": None}, ("mode ", "'8-bit'", "None")),
         ({"layout": "SBHD"}, ("layout ", "'BHSD', 'BSHD'", "'SBHD'")),
-        ({"implementation": "triton9"}, ("implementation ", "'auto', 'cuda', 'reference'", "'triton9'")),
+        (
+            {"implementation": "triton9"},
+            ("implementation ", "'auto', 'cuda', 'triton8', 'triton4', 'reference'", "'triton9'"),
+        ),
         ({"qk_format": "int4"}, ("qk_format ", "'int8', 'e4m3'", "'int4'")),
         ({"mode": "8-bit", "qk_format": "nvfp4"}, ("qk_format ", "'int8', 'e4m3'", "'nvfp4'")),
         ({"mode": "4-bit", "qk_format": "e4m3"}, ("qk_format ", "'nvfp4'", "'e4m3'")),
