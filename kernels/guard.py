@@ -1,14 +1,17 @@
 """Trust, but only after a test: every GPU kernel proves itself on the user's card before its first real call.
 
-A build can be broken in ways that no version number shows. So at first use, per device and dtype, a small random case
-runs through grouping, preparation and attention into poisoned memory, and is compared with plain torch.
+A build can be broken in ways that no version number shows. So at first use, per device, dtype and mode, a small random
+case runs through grouping, preparation and attention into poisoned memory, and is compared with plain torch.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
+from .arch import EIGHT_BIT, PRECISE
 from .errors import KernelUnavailable
 
 log = logging.getLogger("vc_attention")
@@ -21,33 +24,34 @@ SCALE_LIMIT = 2e-3  # q_scale is rounded up to a half: one step of it is 1e-3
 HOW_TO_REPORT = "please report what `python -m kernels` prints in the folder of this package"
 
 _lock = threading.Lock()
-_verdicts: dict[tuple[int, str], str | None] = {}
+_verdicts: dict[tuple[int, str, str], str | None] = {}
 
 
-def why_cuda_is_unavailable(device, dtype: str) -> str | None:
-    """Why the Hopper kernels cannot be used on ``device`` for inputs of ``dtype``; None if they can.
+def why_cuda_is_unavailable(device, dtype: str, mode: str = EIGHT_BIT) -> str | None:
+    """Why the Hopper kernels of ``mode`` cannot be used on ``device`` for inputs of ``dtype``; None if they can.
 
-    The first question per device and dtype compiles, unless the cache has the code, and tests; later ones look up.
+    The first question per device, dtype and mode compiles, unless the cache has the code, and tests; later ones look
+    up.
     """
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, dtype)
+    key = (index, dtype, mode)
     if key in _verdicts:
         return _verdicts[key]
     if torch.cuda.is_current_stream_capturing():
         return "must run once before a CUDA graph is captured"
     with _lock:
         if key not in _verdicts:
-            _verdicts[key] = _verdict(torch.device("cuda", index), getattr(torch, dtype))
+            _verdicts[key] = _verdict(torch.device("cuda", index), getattr(torch, dtype), mode)
     return _verdicts[key]
 
 
-def _verdict(device, dtype) -> str | None:
+def _verdict(device, dtype, mode: str) -> str | None:
     import torch
 
     try:
-        fault = self_test(device, dtype)
+        fault = self_test(device, dtype, mode)
     except KernelUnavailable as error:
         return error.reason
     except torch.OutOfMemoryError:
@@ -63,15 +67,15 @@ def _verdict(device, dtype) -> str | None:
     return None
 
 
-def self_test(device, dtype) -> str | None:
-    """Run the Hopper kernels on a small case on ``device``: None, or what is wrong and by how much."""
+def self_test(device, dtype, mode: str = EIGHT_BIT) -> str | None:
+    """Run the Hopper kernels of ``mode`` on a small case on ``device``: None, or what is wrong and by how much."""
     import torch
 
     from .group.cuda import group_cuda
-    from .quantize.cuda import prepare
     from .testing import clustered_qkv
 
-    log.info("VC Attention: testing its kernels for %s on %s", dtype, torch.cuda.get_device_name(device))
+    kernels = _kernels(mode)
+    log.info("VC Attention: testing its %s kernels for %s on %s", mode, dtype, torch.cuda.get_device_name(device))
     # The caller's autocast and default device are not ours: the specifications need float32 on this device.
     with (
         torch.no_grad(),
@@ -85,8 +89,30 @@ def self_test(device, dtype) -> str | None:
         fault = _grouping_fault(v, permutation)
         if fault is not None:  # positions outside the sequence would fault in the preparation
             return fault
-        operands = prepare(q, k, v, scale=0.1, permutation=permutation)
-        return _operand_fault(q, k, v, permutation, operands) or _output_fault(operands, q)
+        operands = kernels.prepare(q, k, v, scale=0.1, permutation=permutation)
+        expected = kernels.prepare_reference(q, k, v, scale=0.1, permutation=permutation)
+        return _operand_fault(operands, expected) or _output_fault(kernels, operands, q)
+
+
+class _Kernels(NamedTuple):
+    """The kernels of a mode and their specifications."""
+
+    prepare: Callable
+    prepare_reference: Callable
+    attend: Callable
+    attend_reference: Callable
+
+
+def _kernels(mode: str) -> _Kernels:
+    from .attend import cuda, hopper, precise, precise_cuda
+    from .quantize import cuda as prepare_cuda
+    from .quantize.hopper import hopper_operands
+    from .quantize.precise import precise_operands
+
+    if mode == PRECISE:
+        attend = precise_cuda.attend_precise_cuda, precise.attend_precise
+        return _Kernels(prepare_cuda.prepare_precise, precise_operands, *attend)
+    return _Kernels(prepare_cuda.prepare, hopper_operands, cuda.attend_cuda, hopper.attend_hopper)
 
 
 def _grouping_fault(v, permutation) -> str | None:
@@ -103,11 +129,11 @@ def _grouping_fault(v, permutation) -> str | None:
     return f"grouping: {lost:.3f} less block energy removed, allowed 0.02" if lost > 0.02 else None
 
 
-def _operand_fault(q, k, v, permutation, operands) -> str | None:
-    from .quantize.hopper import hopper_operands
+def _operand_fault(operands, expected) -> str | None:
+    from torch import Tensor
 
-    expected = hopper_operands(q, k, v, scale=0.1, permutation=permutation)
-    for name in ("q8", "k8", "v8", "means", "q_scale", "v_scale"):
+    names = [name for name, value in vars(expected).items() if isinstance(value, Tensor) and name != "flags"]
+    for name in names:
         actual, wanted = getattr(operands, name).float(), getattr(expected, name).float()
         is_scale = name.endswith("scale")
         difference = (actual - wanted).abs() / (wanted if is_scale else 1)
@@ -117,16 +143,14 @@ def _operand_fault(q, k, v, permutation, operands) -> str | None:
     return None
 
 
-def _output_fault(operands, q) -> str | None:
+def _output_fault(kernels: _Kernels, operands, q) -> str | None:
     import torch
 
-    from .attend.cuda import attend_cuda
-    from .attend.hopper import attend_hopper
     from .testing import relative_l2
 
     output = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
-    attend_cuda(operands, output)
+    kernels.attend(operands, output)
     if not bool(output.isfinite().all()):
         return "attention: not every element was written"
-    error = relative_l2(output, attend_hopper(operands, q.shape[2]).view_as(output))
+    error = relative_l2(output, kernels.attend_reference(operands, q.shape[2]).view_as(output))
     return None if error <= OUTPUT_LIMIT else f"attention: relative error {error:.1e}, allowed {OUTPUT_LIMIT:.0e}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from ..arch import PRECISE
 from ..errors import KernelUnavailable, UnsupportedCall
-from ..quantize.cuda import prepare
+from ..quantize.cuda import prepare, prepare_precise
 from ..quantize.hopper import HopperOperands
 from .cuda import MOST_HEADS, attend_cuda
+from .precise_cuda import attend_precise_cuda
 from .settings import Settings
 
 NOT_FINITE = 1  # bit of HopperOperands.flags
@@ -29,9 +33,10 @@ def run(
     if permutation is not None:
         permutation = permutation.to(torch.int32).contiguous()
     try:
-        operands = prepare(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
+        make, kernel = (prepare_precise, attend_precise_cuda) if settings.mode == PRECISE else (prepare, attend_cuda)
+        operands = make(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
         finite = _FiniteCheck(operands)
-        _attend(operands, out, settings.demean)
+        _attend(kernel, operands, out, settings.demean)
     except KernelUnavailable as error:
         raise UnsupportedCall({"cuda": error.reason}) from error
     finite.require()
@@ -42,7 +47,7 @@ def refusal(q: Tensor, k: Tensor, settings: Settings) -> str | None:
     rows = q.shape[0] * q.shape[1]
     if settings.qk_format != "int8":
         return f"quantizes q and k to int8, not {settings.qk_format}"
-    if settings.probabilities != "expcast":
+    if settings.mode != PRECISE and settings.probabilities != "expcast":
         return f"makes probabilities by ExpCast, not {settings.probabilities}"
     if rows > MOST_HEADS:
         return f"serves up to {MOST_HEADS} heads in all, not {rows}"
@@ -51,12 +56,12 @@ def refusal(q: Tensor, k: Tensor, settings: Settings) -> str | None:
     return None
 
 
-def _attend(operands: HopperOperands, out: Tensor, means: bool) -> None:
+def _attend(kernel: Callable, operands: HopperOperands, out: Tensor, means: bool) -> None:
     if _writable_in_pairs(out):
-        attend_cuda(operands, out, means=means)
+        kernel(operands, out, means=means)
     else:
         aligned = torch.empty_like(out, memory_format=torch.contiguous_format)
-        attend_cuda(operands, aligned, means=means)
+        kernel(operands, aligned, means=means)
         out.copy_(aligned)
 
 

@@ -1,5 +1,5 @@
 // Preparation of the 8-bit attention operands on sm_90a: q, k, v (strided, 16 bit) -> q8, k8, v8, scales, block means.
-// Layout, roundings and a plain version of every step: quantize/hopper.py.
+// Layout, roundings and a plain version of every step: quantize/hopper.py; with -DPRECISE=1: quantize/precise.py.
 //
 // Three launches (D = 128, BLOCK = 128 tokens, one-dimensional grids, the kind of work chosen by the CTA's number):
 //   stats   key_stats    CTA = 512 key tokens of one head: sum, min, max per ROTATED channel. The largest |rotated (k - mean)| follows
@@ -10,6 +10,8 @@
 //           write_value  CTA = 4 blocks: residual against the stored mean, E4M3, transposed, keys permuted.
 //           write_query  as write_key: rotate, INT8 with one scale per row.
 //           write_means  CTA = 16 blocks.
+// PRECISE: write_key gives every 128 rows a scale of their own, write_value makes INT8 with a scale per block and channel (from the
+//          range of the block, which value_stats leaves in block_range), write_means stores those scales.
 //
 // Rotation. Sylvester-Hadamard of 128 = 2^7: a thread loads 16 bytes (channel bits 2..0; its place in the quad is bits 4, 3; the load
 // number is bits 6, 5). One m16n8k16 product with a 16 x 16 sign matrix mixes bits 4, 3, 1, 0 (16-bit inputs times +-1 are exact, FP32
@@ -24,6 +26,9 @@ typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; 
 #endif
 #ifndef VEC
 #define VEC 16
+#endif
+#ifndef PRECISE
+#define PRECISE 0
 #endif
 #define DEV __device__ __forceinline__
 
@@ -49,12 +54,14 @@ struct Params {
   float *value_partial;                           // [BH, value_chunks, 2, D]
   float *key_mean;                                // [BH, D], rotated, not normalized
   float *block_mean;                              // [BH, NB, D]
+  float *k_block_scale, *v_block_scale;           // [BH, NB], [BH, NB, D], relative to k_scale and v_scale; only if PRECISE
+  float *block_range;                             // [BH, NB, 2, D]: smallest and largest v; only if PRECISE
   int B, H, S_q, S_kv, S_q_pad, S_kv_pad, NB, NB16, key_chunks, value_chunks;
   int q_heads_first, k_heads_first, gather_heads_first; // 1: neighbouring CTAs take neighbouring heads (tokens far apart in memory, read in order)
   int demean;                                     // 0: block means are taken as zero
   float score_scale;                              // 8 * log2(e) * softmax scale
 };
-static_assert(sizeof(Params) == 264, "quantize/cuda.py mirrors this structure");
+static_assert(sizeof(Params) == 288, "quantize/cuda.py mirrors this structure");
 
 // --- small pieces -----------------------------------------------------------------------------------------------------------------
 DEV u32 lane_id(){ return threadIdx.x & 31; }
@@ -194,6 +201,64 @@ DEV void write_query(const Params& p, u32 cta){
   }
 }
 
+DEV void subtract_mean(float (&x)[8][8], const float* mean /* + 8 c */){
+#pragma unroll
+  for(int j = 0; j < 4; j++)
+#pragma unroll
+    for(int ph = 0; ph < 2; ph++){
+      const float4 m = load_f4(mean + 32*j + 4*ph); float (&y)[8] = x[2*j+ph];
+      y[0] -= m.x; y[1] -= m.y; y[2] -= m.x; y[3] -= m.y; y[4] -= m.z; y[5] -= m.w; y[6] -= m.z; y[7] -= m.w;
+    }
+}
+#if PRECISE
+constexpr float K_SCALE_MIN = 0.45f; // of the head's scale: the attention kernel counts 1023 units for 9.2 octaves
+DEV float largest_of_cta(float m){ // 128 threads
+  __shared__ float part[4];
+#pragma unroll
+  for(int s = 1; s < 32; s *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, s));
+  __syncthreads(); // everybody has read what the call before left
+  if(lane_id() == 0) part[threadIdx.x >> 5] = m;
+  __syncthreads();
+  return fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+}
+// Two passes over a block of 128 rows, the second from L2: its scale is known only after the first.
+DEV void write_key(const Params& p, u32 cta){
+  const u32 g = lane_id() >> 2, c = lane_id() & 3;
+  u32 bh, place; split(cta, (p.S_kv_pad + WRITE_ROWS - 1) / WRITE_ROWS, p, p.gather_heads_first, bh, place);
+  const int last = p.S_kv - 1, end = min((int)(place + 1) * WRITE_ROWS, p.S_kv_pad);
+  const u16* k = head_start(p.k, p.k_b, p.k_h, bh, p.H) + 8*c;
+  const int* pi = p.permutation ? p.permutation + (i64)bh * p.S_kv : nullptr;
+  const float* mean = p.key_mean + bh * D + 8*c;
+  const float head_scale = p.k_scale[bh];
+  const u32 h = signs_b();
+  auto rotated = [&](float (&x)[8][8], int t){ // rows t and t + 8; past the end the last one
+    int s0 = min(t, last), s1 = min(t + 8, last); if(pi){ s0 = pi[s0]; s1 = pi[s1]; }
+    Tile a; load_tile(a, k + (i64)s0 * p.k_s, k + (i64)s1 * p.k_s);
+    products(x, a, h); butterflies(x); subtract_mean(x, mean); };
+#pragma unroll 1
+  for(int block = place * (WRITE_ROWS / BLOCK); block * BLOCK < end; block++){
+    const int first = block * BLOCK + (threadIdx.x >> 5) * 16 + g;
+    float m = 0.f;
+#pragma unroll 1
+    for(int t = first; t < (block + 1) * BLOCK; t += 64){
+      float x[8][8]; rotated(x, t);
+#pragma unroll
+      for(int u = 0; u < 8; u++)
+#pragma unroll
+        for(int i = 0; i < 8; i++) m = fmaxf(m, fabsf(x[u][i]));
+    }
+    const float scale = fmaxf(largest_of_cta(m) * INV_SQRT_D / 127.f, K_SCALE_MIN * head_scale), mult = INV_SQRT_D / scale;
+    if(threadIdx.x == 0) p.k_block_scale[bh * p.NB + block] = scale / head_scale;
+#pragma unroll 1
+    for(int t = first; t < (block + 1) * BLOCK; t += 64){
+      float x[8][8]; rotated(x, t);
+#pragma unroll
+      for(int r = 0; r < 2; r++)
+        store_codes(p.k8 + (u64)(u32)(bh * p.S_kv_pad + t + 8*r) * 32 + 2*c, t + 8*r <= last, r, [&](int u, int i){ return fmaf(x[u][i], mult, MAGIC); });
+    }
+  }
+}
+#else
 DEV void write_key(const Params& p, u32 cta){
   const u32 g = lane_id() >> 2, c = lane_id() & 3;
   u32 bh, place; split(cta, (p.S_kv_pad + WRITE_ROWS - 1) / WRITE_ROWS, p, p.gather_heads_first, bh, place);
@@ -216,13 +281,7 @@ DEV void write_key(const Params& p, u32 cta){
     if(t0 - (int)g + 64 < end) load_tile(a, k + (i64)s0 * p.k_s, k + (i64)s1 * p.k_s);
     source(t0 + 128);
     butterflies(x);
-#pragma unroll
-    for(int j = 0; j < 4; j++)
-#pragma unroll
-      for(int ph = 0; ph < 2; ph++){
-        const float4 m = load_f4(mean + 32*j + 4*ph); float (&y)[8] = x[2*j+ph];
-        y[0] -= m.x; y[1] -= m.y; y[2] -= m.x; y[3] -= m.y; y[4] -= m.z; y[5] -= m.w; y[6] -= m.z; y[7] -= m.w;
-      }
+    subtract_mean(x, mean);
 #pragma unroll
     for(int r = 0; r < 2; r++){
       const int t = t0 + 8*r;
@@ -230,6 +289,7 @@ DEV void write_key(const Params& p, u32 cta){
     }
   }
 }
+#endif
 
 // --- K: sum, min, max per rotated channel ------------------------------------------------------------------------------------------
 // Here the signs are the A operand and the tokens the columns, so that a thread holds 16 channels (48 running values instead of 96).
@@ -342,6 +402,9 @@ DEV void value_stats(const Params& p, u32 cta){
     bad |= !finite(sum);
     amax = fmaxf(amax, fmaxf(high - mean, mean - low)); mmax = fmaxf(mmax, fabsf(mean));
     p.block_mean[((u64)bh * p.NB + block) * D + d] = mean;
+#if PRECISE
+    float* range = p.block_range + ((u64)bh * p.NB + block) * (2*D) + d; range[0] = low; range[D] = high;
+#endif
   }
   if(bad) atomicOr(p.flag, FLAG_NOT_FINITE);
   float* o = p.value_partial + ((u64)bh * p.value_chunks + x) * (2 * D) + d;
@@ -349,6 +412,11 @@ DEV void value_stats(const Params& p, u32 cta){
 }
 
 DEV float stored_mean(float mean, float inv){ return h2f(f2h(mean * inv)); } // the value that `means` holds, as float
+DEV float residual(float v, float inv, float stored){ return fmaf(v, inv, -stored); } // in units of v_scale
+#if PRECISE
+constexpr float SMALLEST_RESIDUAL = 1e-30f; // a block below it is its mean
+DEV float largest_residual(float low, float high, float inv, float stored){ return fmaxf(residual(high, inv, stored), -residual(low, inv, stored)); }
+#endif
 DEV void load8(u32 (&r)[2], const u16* p){
 #if VEC >= 8
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
@@ -370,6 +438,13 @@ DEV void write_means(const Params& p, u32 cta){ // 16 blocks of one head, thread
   for(int slot = 0; slot < 16; slot++){
     const int block = 16*group + 4*((slot & 1) + 2*(slot >> 3)) + ((slot >> 1) & 3); // the order in which the attention kernel's A fragment holds its row sums
     const u32 b = block < p.NB ? f2h(p.block_mean[((u64)bh * p.NB + block) * D + d] * inv) : 0;
+#if PRECISE
+    if(block < p.NB){
+      const u64 place = (u64)bh * p.NB + block; const float* range = p.block_range + place * (2*D) + d;
+      const float m = largest_residual(range[0], range[D], inv, h2f((u16)b));
+      p.v_block_scale[place * D + d] = m > SMALLEST_RESIDUAL ? m / 127.f : 0.f;
+    }
+#endif
     h[slot >> 1] = slot & 1 ? h[slot >> 1] | (b << 16) : b;
   }
   uint4* o = (uint4*)p.means + ((u64)(bh * D + d) * p.NB16 + 16*group) / 8;
@@ -390,6 +465,9 @@ DEV void write_value(const Params& p, u32 cta){
   auto fetch = [&](u32 (&b)[16][2], int s, int half){
 #pragma unroll
     for(int i = 0; i < 16; i++) load8(b[i], v + (i64)__shfl_sync(~0u, s, half * 16 + i) * p.v_s); };
+#if PRECISE
+  float mult[4]; // codes per unit of v_scale
+#endif
   auto convert = [&](const u32 (&b)[16][2], const float (&mean)[4], int block, int half){
     const int real = p.S_kv - block * BLOCK - 32*w - 16*half; // of these 16 keys
 #pragma unroll
@@ -398,9 +476,13 @@ DEV void write_value(const Params& p, u32 cta){
 #pragma unroll
       for(int i = 0; i < 8; i++){
         float x = e & 1 ? hi(b[2*i][e>>1]) : lo(b[2*i][e>>1]), y = e & 1 ? hi(b[2*i+1][e>>1]) : lo(b[2*i+1][e>>1]);
-        x = fmaf(x, inv[e], -mean[e]); y = fmaf(y, inv[e], -mean[e]);
+        x = residual(x, inv[e], mean[e]); y = residual(y, inv[e], mean[e]);
         if(real < 16){ if(2*i >= real) x = 0.f; if(2*i + 1 >= real) y = 0.f; }
+#if PRECISE
+        c2[i] = __byte_perm(__float_as_uint(fmaf(x, mult[e], MAGIC)), __float_as_uint(fmaf(y, mult[e], MAGIC)), 0x0040);
+#else
         u16 z; asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;" : "=h"(z) : "f"(y), "f"(x)); c2[i] = z;
+#endif
       }
       // position 4 c + i of 16 holds key (2c, 2c+1, 8+2c, 9+2c)[i]
       tile[block & 1][4*lane + e][(2*w + half) ^ (lane & 7)] = make_uint4(__byte_perm(c2[0], c2[4], 0x5410), __byte_perm(c2[1], c2[5], 0x5410),
@@ -413,6 +495,14 @@ DEV void write_value(const Params& p, u32 cta){
     float mean[4];
     { const float4 m = load_f4(p.block_mean + ((u64)bh * p.NB + block) * D + 4*lane);
       mean[0] = stored_mean(m.x, inv[0]); mean[1] = stored_mean(m.y, inv[1]); mean[2] = stored_mean(m.z, inv[2]); mean[3] = stored_mean(m.w, inv[3]); }
+#if PRECISE
+    { const float* range = p.block_range + ((u64)bh * p.NB + block) * (2*D) + 4*lane;
+      const float4 l = load_f4(range), h = load_f4(range + D);
+      const float m[4] = {largest_residual(l.x, h.x, inv[0], mean[0]), largest_residual(l.y, h.y, inv[1], mean[1]),
+                          largest_residual(l.z, h.z, inv[2], mean[2]), largest_residual(l.w, h.w, inv[3], mean[3])};
+#pragma unroll
+      for(int e = 0; e < 4; e++) mult[e] = m[e] > SMALLEST_RESIDUAL ? 127.f / m[e] : 0.f; }
+#endif
     const bool more = block + 1 < stop;
     convert(r[0], mean, block, 0); if(more) fetch(r[0], s, 0);
     convert(r[1], mean, block, 1); if(more) fetch(r[1], s, 1);

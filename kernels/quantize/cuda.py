@@ -14,6 +14,7 @@ from ..group.blocks import BLOCK
 from ..kernel_arguments import alignment_bytes, pointers, strides
 from ..nvrtc import Source
 from .hopper import HEAD_DIM, MEANS_GROUP, HopperOperands
+from .precise import PreciseOperands
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "prepare_sm90.cu"
 KEY_CHUNK, VALUE_CHUNK, WRITE_ROWS, VALUE_BLOCKS = 512, 8, 256, 4  # as in the source
@@ -30,6 +31,7 @@ class _Params(ctypes.Structure):
             for name in (
                 *("permutation", "q8", "q_scale", "k8", "k_scale", "v8", "v_scale", "means", "flag"),
                 *("key_partial", "value_partial", "key_mean", "block_mean"),
+                *("k_block_scale", "v_block_scale", "block_range"),
             )
         ),
         *(
@@ -43,9 +45,10 @@ class _Params(ctypes.Structure):
     )
 
 
-def build(dtype: torch.dtype, row_alignment_bytes: int) -> Source:
+def build(dtype: torch.dtype, row_alignment_bytes: int, precise: bool = False) -> Source:
     """The source for inputs of one dtype (bf16 or fp16) and one alignment of their rows (16, 8, 4 or 2 bytes)."""
-    return Source(SOURCE, "sm_90a", (f"-DINPUT_FP16={int(dtype == torch.float16)}", f"-DVEC={row_alignment_bytes}"))
+    switches = (f"-DINPUT_FP16={int(dtype == torch.float16)}", f"-DVEC={row_alignment_bytes}")
+    return Source(SOURCE, "sm_90a", (*switches, *(("-DPRECISE=1",) if precise else ())))
 
 
 def prepare(
@@ -59,6 +62,18 @@ def prepare(
         permutation: contiguous int32 [B, H, S_kv], the token at each position of the order; None keeps the sequence.
         demean: False takes all block means as zero.
     """
+    return _prepare(HopperOperands, q, k, v, scale, permutation, demean)
+
+
+def prepare_precise(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, permutation: Tensor | None = None, demean: bool = True
+) -> PreciseOperands:
+    """Operands of one call of the precise kernel; as ``prepare``."""
+    return _prepare(PreciseOperands, q, k, v, scale, permutation, demean)
+
+
+def _prepare(kind, q: Tensor, k: Tensor, v: Tensor, scale: float, permutation: Tensor | None, demean: bool):
+    precise = kind is PreciseOperands
     batch, heads, q_tokens, _ = q.shape
     tokens, rows = k.shape[2], batch * heads
     blocks, q_pad = _ceil(tokens, BLOCK), _ceil(q_tokens, BLOCK) * BLOCK
@@ -68,16 +83,15 @@ def prepare(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    operands = HopperOperands(
-        q8=new(rows, q_pad, HEAD_DIM, dtype=torch.int8),
-        q_scale=new(rows, q_pad),
-        k8=new(rows, blocks * BLOCK, HEAD_DIM, dtype=torch.int8),
-        v8=new(rows, HEAD_DIM, blocks * BLOCK, dtype=torch.uint8),
-        v_scale=new(rows, HEAD_DIM),
-        means=new(rows, HEAD_DIM, slots, dtype=torch.float16),
-        kv_length=tokens,
-        flags=torch.zeros(1, dtype=torch.int32, device=q.device),
-    )
+    # Written by the kernels, and what the attention kernel reads.
+    outputs = {
+        "q8": new(rows, q_pad, HEAD_DIM, dtype=torch.int8),
+        "q_scale": new(rows, q_pad),
+        "k8": new(rows, blocks * BLOCK, HEAD_DIM, dtype=torch.int8),
+        "v8": new(rows, HEAD_DIM, blocks * BLOCK, dtype=torch.int8 if precise else torch.uint8),
+        "v_scale": new(rows, HEAD_DIM),
+        "means": new(rows, HEAD_DIM, slots, dtype=torch.float16),
+    }
     scratch = {
         "k_scale": new(rows),
         "key_partial": new(rows, key_chunks, 3, HEAD_DIM),
@@ -85,9 +99,13 @@ def prepare(
         "key_mean": new(rows, HEAD_DIM),
         "block_mean": new(rows, blocks, HEAD_DIM),
     }
-    outputs = {name: getattr(operands, name) for name in ("q8", "q_scale", "k8", "v8", "v_scale", "means")}
+    if precise:
+        outputs |= {"k_block_scale": new(rows, blocks), "v_block_scale": new(rows, blocks, HEAD_DIM)}
+        scratch |= {"block_range": new(rows, blocks, 2, HEAD_DIM)}
+    flags = torch.zeros(1, dtype=torch.int32, device=q.device)
+    operands = kind(**outputs, kv_length=tokens, flags=flags)
     params = _Params(
-        **pointers(q=q, k=k, v=v, permutation=permutation, flag=operands.flags, **outputs, **scratch),
+        **pointers(q=q, k=k, v=v, permutation=permutation, flag=flags, **outputs, **scratch),
         **strides("q", q),
         **strides("k", k),
         **strides("v", v),
@@ -108,7 +126,7 @@ def prepare(
         demean=demean,
         score_scale=8 * math.log2(math.e) * scale,
     )
-    source = build(q.dtype, alignment_bytes(q, k, v))
+    source = build(q.dtype, alignment_bytes(q, k, v), precise)
     write_blocks = (
         _ceil(blocks * BLOCK, WRITE_ROWS)
         + _ceil(blocks, VALUE_BLOCKS)

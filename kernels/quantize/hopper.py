@@ -10,6 +10,7 @@ Sizes: D = 128, block = 128 tokens, S_pad = S rounded up to whole blocks, NB blo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,29 +64,34 @@ def hopper_operands(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, permutation: Tensor | None = None, demean: bool = True
 ) -> HopperOperands:
     """Operands from q [B, H, S_q, D] and k, v [B, H, S_kv, D], bf16 or fp16; ``scale`` is the softmax scale."""
-    batch, heads, tokens = k.shape[:3]
+
+    def one_head(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        k8, k_scale = quantize_keys(k)
+        q8, q_scale = quantize_queries(q, k_scale, scale)
+        v8, v_scale, means = quantize_values(v, demean)
+        return {"q8": q8, "q_scale": q_scale, "k8": k8, "v8": v8, "v_scale": v_scale, "means": means}
+
+    return HopperOperands(**head_by_head(one_head, q, k, v, permutation), kv_length=k.shape[2])
+
+
+def head_by_head(
+    one_head: Callable[..., dict[str, Tensor]], q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None
+) -> dict[str, Tensor]:
+    """What ``one_head`` makes of q [S_q, D] and permuted k, v [S_kv, D] of each head, stacked: [BH, ...] by name."""
     if permutation is not None:
         index = permutation.long().unsqueeze(-1).expand_as(k)
         k, v = k.gather(2, index), v.gather(2, index)
-    rows = [x.reshape(batch * heads, *x.shape[2:]) for x in (q, k, v)]
-    made = [_one_head(*head, scale, demean) for head in zip(*rows, strict=True)]
-    stacked = {name: torch.stack([head[name] for head in made]) for name in made[0]}
-    return HopperOperands(**stacked, kv_length=tokens)
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    made = [one_head(*head) for head in zip(*rows, strict=True)]
+    return {name: torch.stack([head[name] for head in made]) for name in made[0]}
 
 
-def _one_head(q: Tensor, k: Tensor, v: Tensor, scale: float, demean: bool) -> dict[str, Tensor]:
-    k8, k_scale = quantize_keys(k)
-    q8, q_scale = quantize_queries(q, k_scale, scale)
-    v8, v_scale, means = quantize_values(v, demean)
-    return {"q8": q8, "q_scale": q_scale, "k8": k8, "v8": v8, "v_scale": v_scale, "means": means}
-
-
-def _constant(x: float, like: Tensor) -> Tensor:
+def constant(x: float, like: Tensor) -> Tensor:
     """A tensor: torch on CUDA turns a division by a number into a product."""
     return torch.tensor([x], dtype=torch.float32, device=like.device)
 
 
-def _rotate_unnormalized(x: Tensor) -> Tensor:
+def rotate_unnormalized(x: Tensor) -> Tensor:
     """x times the matrix of signs, float32. The kernel folds 1 / sqrt(D) into its scales."""
     signs = torch.sign(hadamard_matrix(HEAD_DIM, x.device))
     return (x.double() @ signs).float()
@@ -93,48 +99,69 @@ def _rotate_unnormalized(x: Tensor) -> Tensor:
 
 def quantize_keys(k: Tensor) -> tuple[Tensor, Tensor]:
     """k8 [S_kv_pad, D] and the head's scale, from k [S_kv, D]."""
-    x = _rotate_unnormalized(k)
+    x = rotate_unnormalized(k)
     centred = x - x.double().mean(0).float()
-    inverse_root = _constant(HEAD_DIM**-0.5, x)
-    k_scale = (centred.abs().amax() * inverse_root / _constant(INT8_MAX, x)).clamp_min(1e-10)
-    return _pad_rows(_int8(centred * (inverse_root / k_scale))), k_scale
+    inverse_root = constant(HEAD_DIM**-0.5, x)
+    k_scale = (centred.abs().amax() * inverse_root / constant(INT8_MAX, x)).clamp_min(1e-10)
+    return pad_rows(round_to_int8(centred * (inverse_root / k_scale))), k_scale
 
 
 def quantize_queries(q: Tensor, k_scale: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q8 [S_q_pad, D] and q_scale [S_q_pad], from q [S_q, D]."""
-    x = _rotate_unnormalized(q)
-    codes = _constant(8 * math.log2(math.e) * scale, x) * _constant(HEAD_DIM**-0.5, x)
+    x = rotate_unnormalized(q)
+    codes = constant(8 * math.log2(math.e) * scale, x) * constant(HEAD_DIM**-0.5, x)
     largest = x.abs().amax(1)
-    wanted = largest * codes / _constant(INT8_MAX, x) * (256 * k_scale)
+    wanted = largest * codes / constant(INT8_MAX, x) * (256 * k_scale)
     q_scale = _half_not_below(wanted.clamp(Q_SCALE_MIN, Q_SCALE_MAX))
-    factor = torch.where(wanted > Q_SCALE_MAX, _constant(INT8_MAX, x) / largest, codes * (256 * k_scale) / q_scale)
-    padding = _half_not_below(_constant(Q_SCALE_MIN, x)).expand(-len(x) % BLOCK)
-    return _pad_rows(_int8(x * factor[:, None])), torch.cat([q_scale, padding])
+    factor = torch.where(wanted > Q_SCALE_MAX, constant(INT8_MAX, x) / largest, codes * (256 * k_scale) / q_scale)
+    padding = _half_not_below(constant(Q_SCALE_MIN, x)).expand(-len(x) % BLOCK)
+    return pad_rows(round_to_int8(x * factor[:, None])), torch.cat([q_scale, padding])
 
 
 def quantize_values(v: Tensor, demean: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """v8 [D, S_kv_pad], v_scale [D] and means [D, slots], from permuted v [S_kv, D].
 
-    The residual is taken against the mean as stored. It may exceed 448 by the rounding of the mean, at most 16 (half
-    a unit of a half below 65536); it then saturates, with an error no larger than half of E4M3's spacing there.
+    The residual may exceed 448 by the rounding of the mean, at most 16 (half a unit of a half below 65536); it then
+    saturates, with an error no larger than half of E4M3's spacing there.
     """
+    v_scale, stored, residual = value_units(v, demean)
+    codes = pad_rows(residual.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn).view(torch.uint8)
+    return in_key_order(codes), v_scale, in_mean_order(stored)
+
+
+def value_units(v: Tensor, demean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """v_scale [D], block means [NB, D] as stored (half) and residual [S_kv, D] against those, both in its units."""
     means = _block_means(v) * demean
-    left = (v.float() - _per_token(means, len(v))).abs().amax(0) / _constant(E4M3_MAX, v)
-    v_scale = torch.maximum(left, means.abs().amax(0) / _constant(MEAN_MAX, v))
+    left = (v.float() - per_token(means, len(v))).abs().amax(0) / constant(E4M3_MAX, v)
+    v_scale = torch.maximum(left, means.abs().amax(0) / constant(MEAN_MAX, v))
     v_scale = torch.where(v_scale == 0, torch.ones_like(v_scale), v_scale.clamp_min(1e-30))
     inverse = 1 / v_scale
     stored = (means * inverse).half()
-    residual = (v.double() * inverse.double() - _per_token(stored.double(), len(v))).float()
-    codes = _pad_rows(residual.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn).view(torch.uint8)
+    residual = (v.double() * inverse.double() - per_token(stored.double(), len(v))).float()
+    return v_scale, stored, residual
+
+
+def in_key_order(codes: Tensor) -> Tensor:
+    """[D, S_kv_pad] in KEY_ORDER, from one head's codes [S_kv_pad, D]."""
     codes = codes.view(-1, len(KEY_ORDER), HEAD_DIM)[:, list(KEY_ORDER)].reshape(-1, HEAD_DIM)
+    return codes.T.contiguous()
+
+
+def in_mean_order(stored: Tensor) -> Tensor:
+    """[D, slots] in MEAN_ORDER with zeros behind the last block, from one head's means [NB, D]."""
     slots = pad(stored, (0, 0, 0, -len(stored) % MEANS_GROUP)).view(-1, MEANS_GROUP, HEAD_DIM)[:, list(MEAN_ORDER)]
-    return codes.T.contiguous(), v_scale, slots.reshape(-1, HEAD_DIM).T.contiguous()
+    return slots.reshape(-1, HEAD_DIM).T.contiguous()
+
+
+def in_token_order(codes: Tensor) -> Tensor:
+    """[BH, S_kv_pad, D], from [BH, D, S_kv_pad] in KEY_ORDER."""
+    groups = codes.unflatten(2, (-1, len(KEY_ORDER)))
+    return groups[..., _inverse(KEY_ORDER)].flatten(2).transpose(1, 2)
 
 
 def decoded_values(operands: HopperOperands) -> Tensor:
     """float32 [BH, S_kv_pad, D]: residuals in units of v_scale, keys in order."""
-    groups = operands.v8.view(torch.float8_e4m3fn).float().unflatten(2, (-1, len(KEY_ORDER)))
-    return groups[..., _inverse(KEY_ORDER)].flatten(2).transpose(1, 2)
+    return in_token_order(operands.v8.view(torch.float8_e4m3fn).float())
 
 
 def decoded_means(operands: HopperOperands) -> Tensor:
@@ -149,7 +176,7 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
 
 def _block_means(v: Tensor) -> Tensor:
     """[NB, D] float32, summed as the kernel does: runs of 16 tokens in order, then pairs."""
-    runs = _pad_rows(v.float()).view(-1, 4, 2, 16, HEAD_DIM)
+    runs = pad_rows(v.float()).view(-1, 4, 2, 16, HEAD_DIM)
     sums = torch.zeros_like(runs[:, :, :, 0])
     for token in range(runs.shape[3]):
         sums = sums + runs[:, :, :, token]
@@ -159,7 +186,7 @@ def _block_means(v: Tensor) -> Tensor:
     return sums / sizes[:, None].float()
 
 
-def _per_token(per_block: Tensor, tokens: int) -> Tensor:
+def per_token(per_block: Tensor, tokens: int) -> Tensor:
     return per_block.repeat_interleave(BLOCK, 0)[:tokens]
 
 
@@ -169,9 +196,9 @@ def _half_not_below(x: Tensor) -> Tensor:
     return torch.where(half.float() < x, (half.view(torch.int16) + 1).view(torch.float16), half).float()
 
 
-def _int8(x: Tensor) -> Tensor:
+def round_to_int8(x: Tensor) -> Tensor:
     return x.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
-def _pad_rows(x: Tensor) -> Tensor:
+def pad_rows(x: Tensor) -> Tensor:
     return pad(x, (0, 0, 0, -len(x) % BLOCK))

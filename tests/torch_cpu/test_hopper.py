@@ -273,11 +273,16 @@ def test_recurrence_is_the_loop(q_tokens, tokens, change):
         change(q, k)
     operands = hopper_operands(q, k, v, scale=SCALE)
     expected = looped(operands, q_tokens)
-    # What the loop leaves out: row sums in bfloat16 as weights of the means, the output in half at every flush.
+    # What the loop leaves out: row sums in half as weights of the means, the output in half at every flush.
     assert relative_l2(attend_hopper(operands, q_tokens)[0], expected) < 1.5e-3
 
 
-def test_steps_of_the_score_are_eighths_of_an_octave():
+def cast_exponential(code):
+    return torch.tensor(2.0 ** ((code - 56) / 8)).to(torch.float8_e4m3fn).item()
+
+
+@pytest.mark.parametrize(("probabilities", "decoded"), [("expcast", as_e4m3), ("exp2", cast_exponential)])
+def test_steps_of_the_score_are_eighths_of_an_octave(probabilities, decoded):
     # Two keys whose scores differ by exactly one unit of 256 at q_scale 1: their probabilities are one code apart.
     operands = hopper_operands(*inputs(16, 2), scale=SCALE)
     q8, k8 = torch.zeros_like(operands.q8), torch.zeros_like(operands.k8)
@@ -286,15 +291,25 @@ def test_steps_of_the_score_are_eighths_of_an_octave():
     k8[0, 1, :2] = torch.tensor([8, 4])
     operands = dataclasses.replace(operands, q8=q8, k8=k8, q_scale=torch.ones_like(operands.q_scale))
     values = (decoded_values(operands)[0, :2] + decoded_means(operands)[0, :1]) * operands.v_scale
-    p = as_e4m3(100), as_e4m3(99)
+    p = decoded(100), decoded(99)
     expected = (p[0] * values[0] + p[1] * values[1]) / sum(p)
-    assert relative_l2(attend_hopper(operands, 16)[0], expected.expand(16, D)) < 1e-3
+    assert relative_l2(attend_hopper(operands, 16, probabilities=probabilities)[0], expected.expand(16, D)) < 1e-3
 
 
-def test_garbage_in_the_padding_has_no_effect():
+def test_exponential_and_cast_are_nearer_to_the_exponential_than_expcast():
+    q, k, v = inputs(128, 2048, heads=2, dtype=torch.float16)
+    v[:] = 2.0 * (torch.arange(2048) % 2)[:, None] - 1  # exact in E4M3: the probabilities' error is left
+    operands = hopper_operands(q, k, v, scale=SCALE)
+    made = {name: attend_hopper(operands, 128, probabilities=name) for name in ("exp2", "expcast")}
+    errors = {name: quantization_error(out.view_as(q), q, k, v) for name, out in made.items()}
+    assert errors["exp2"] < 0.95 * errors["expcast"]
+
+
+@pytest.mark.parametrize("probabilities", ["expcast", "exp2"])
+def test_garbage_in_the_padding_has_no_effect(probabilities):
     q, k, v = inputs(70, 300, heads=2)
     operands = hopper_operands(q, k, v, scale=SCALE)
-    expected = attend_hopper(operands, 70)
+    expected = attend_hopper(operands, 70, probabilities=probabilities)
     generator = torch.Generator().manual_seed(1)
     changed = {name: getattr(operands, name).clone() for name in FIELDS}
     changed["q8"][:, 70:] = torch.randint(-127, 128, (58, D), generator=generator, dtype=torch.int8)
@@ -305,7 +320,8 @@ def test_garbage_in_the_padding_has_no_effect():
     assert int(padding.sum()) == 84
     changed["v8"][:, :, padding] = torch.randint(0, 127, (2, D, 84), generator=generator, dtype=torch.uint8)
     changed["means"][:, :, torch.tensor(MEAN_ORDER) >= 3] = 50000.0
-    assert torch.equal(attend_hopper(dataclasses.replace(operands, **changed), 70), expected)
+    made = attend_hopper(dataclasses.replace(operands, **changed), 70, probabilities=probabilities)
+    assert torch.equal(made, expected)
 
 
 # Against exact attention
@@ -421,7 +437,7 @@ def launches(monkeypatch):
         made.append((kernel, grid[0], threads, arguments[0]))
 
     monkeypatch.setattr(prepare_host, "launch", launch)
-    monkeypatch.setattr(group_host, "launch", launch)
+    monkeypatch.setattr(group_host, "launch_all", lambda device, steps: [launch(s[0], device, *s[1:]) for s in steps])
     return made
 
 
@@ -483,11 +499,28 @@ def test_grouping_launches(tokens, clusters, step, launches):
     assert (everything.n, everything.step) == (tokens, 1)
     assert sampled.slots >= sampled.segments + clusters - 1  # slot = segment + cluster
     assert everything.chunks * everything.chunk >= tokens
+    assert everything.start - everything.histogram >= 4 * 2 * clusters * max(sampled.chunks, everything.chunks)
     launches.clear()
     group_host.group_cuda(v, centroids, 1, 0)  # warm: the count is that of the centroids, the order is kept
     assert [kernel.name for kernel, *_ in launches] == ["init", *one_round[:3]]
     params = launches[0][3]
     assert (params.C, params.previous) == (clusters, centroids.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "clusters", "chunk"),
+    [
+        (40, 75600, 256, 2048),  # 1480 blocks
+        (40, 18900, 256, 1024),  # every fourth token: 400 blocks of 2048, 760 of 1024
+        (12, 32768, 256, 512),  # 192, 384, 768
+        (12, 8192, 256, 256),  # 384 blocks and no smaller chunk
+        (16, 111600, 128, 1024),
+        (1, 1, 1, 256),
+    ],
+)
+def test_chunks_shrink_until_the_card_is_full(rows, tokens, clusters, chunk):
+    assert group_host.chunk_tokens(rows, tokens, clusters) == chunk
+    assert chunk % 256 == 0  # 32 tokens for each of eight warps
 
 
 def test_grouping_takes_centroids_of_any_dtype(launches):
@@ -706,7 +739,7 @@ def test_attention_chooses_by_family_and_readiness(monkeypatch):
     q, k, v = random_qkv((1, 2, 40, D), dtype=torch.bfloat16)
     ran = []
     monkeypatch.setattr(run_cuda, "run", lambda *args: ran.append(args) or args[-1].zero_())
-    monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda device, dtype: None)
+    monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda device, dtype, mode: None)
     arguments = (None, SCALE, "BHSD", "auto", "auto", "auto", True)
     for family, serves in (("sm_90", True), ("sm_89", False), ("sm_100", False), ("cpu", False)):
         monkeypatch.setattr(ops, "family", lambda device, family=family: family)
@@ -719,7 +752,9 @@ def test_attention_chooses_by_family_and_readiness(monkeypatch):
                     ops.attention_operator(q, k, v, *arguments, name)
         assert len(ran) == (2 if serves else 0)
     monkeypatch.setattr(ops, "family", lambda device: "sm_90")
-    monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda device, dtype: "self-test failed (x)")
+    monkeypatch.setattr(
+        "vc_attention.guard.why_cuda_is_unavailable", lambda device, dtype, mode: "self-test failed (x)"
+    )
     with pytest.raises(UnsupportedCall, match=r"cuda: self-test failed \(x\)"):
         ops.attention_operator(q, k, v, *arguments, "auto")
 
