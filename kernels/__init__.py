@@ -12,6 +12,7 @@ _HOME = {
     "sampled_error": ".attend.sampled",
     "group_values": ".group.api",
     "Grouping": ".group.api",
+    "sampled_removed_energy": ".group.sampled",
     "InvalidArgument": ".errors",
     "UnsupportedCall": ".errors",
     "GroupingPolicy": ".schedule",

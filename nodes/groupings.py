@@ -14,7 +14,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from ..kernels import Grouping, group_values
+from ..kernels import Grouping, group_values, sampled_removed_energy
 from .call import AttentionCall
 from .position import Forward, Layer, Place, place_of
 from .run_state import HeldGrouping, RunState
@@ -70,7 +70,7 @@ def _refreshed(
         held = run.groupings.get(key)
         if run.policy.regroup(in_window, step, held.step if held else None):
             made = _make(run, place, value, held.grouping if held else None, layout)
-            run.groupings[key] = HeldGrouping(made, step)
+            run.hold(key, HeldGrouping(made, step))
     return [run.groupings[key].grouping if key in run.groupings else None for key in keys]
 
 
@@ -98,7 +98,8 @@ def _make(run: RunState, place: Place, v: Tensor, previous: Grouping | None, lay
             layout=layout,
             implementation=run.settings.implementation,
         )
-    run.count_regrouped(place)
+        removed = sampled_removed_energy(v, grouping, layout=layout)
+    run.count_regrouped(place, removed)
     return grouping
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels import InvalidArgument, UnsupportedCall, attention, support
+from ..kernels import InvalidArgument, UnsupportedCall, attention, sampled_error, support
 from .accept import OUTSIDE_FORWARD, Reason, failed, unserved, why_not, why_not_here
 from .call import AttentionCall, comfy_output, operands, read_call
 from .groupings import grouping_for
@@ -92,7 +92,7 @@ def _try_to_serve(run: RunState, args: tuple, kwargs: dict) -> tuple[Reason | No
         return OUTSIDE_FORWARD, None
     layer = forward.next_layer(options)
     run.count_block(layer)
-    reason = why_not_here(run.settings, forward.position, layer) or run.switched_off
+    reason = why_not_here(run.settings, forward.position, layer) or run.switched_off or run.errors.excluded(layer)
     if reason is not None:
         return reason, None
     return _accelerate(run, forward, layer, call, options)
@@ -118,6 +118,11 @@ def _accelerate(
             layout=layout,
             implementation=settings.implementation,
         )
+        reason = run.errors.check(
+            layer, served.mode, lambda: sampled_error(q, k, v, output, scale=call.scale, layout=layout)
+        )
+    if reason is not None:
+        return reason, None
     output = comfy_output(call, output, layout)
     run.count_accelerated(place, served.mode, served.implementation)
     return None, output

@@ -7,10 +7,11 @@ bounded. This is the one thing in ``nodes/`` that outlives a sampling run; nothi
 
 from __future__ import annotations
 
+import math
 import threading
 
 from .position import Place
-from .run_state import RunState
+from .run_state import RunState, Tally
 
 MOST_RUNS = 16
 MOST_STATUSES = 64
@@ -55,36 +56,60 @@ def entry_of(run: RunState, node_id: str | None, completed: bool, lines: list[st
 
     ``rows`` holds one row a block, in the model's order; a row's lists have one number a step of this sampler.
     """
-    tally, steps = run.tally, run.schedule.steps
-    places = tally.accelerated_at.keys() | tally.declined_at.keys()
-    blocks = dict.fromkeys((place.block_type, place.block) for place in sorted(places, key=_order))
-    columns = {
-        "accelerated": tally.accelerated_at,
-        "declined": tally.declined_at,
-        "groupings": tally.regrouped_at,
-        "seconds": run.stopwatch.by_place,
-    }
-    rows = []
-    for block_type, block in blocks:
-        row = {"type": block_type, "block": block}
-        for name, counts in columns.items():
-            values = [counts.get(Place(step, block_type, block), 0) for step in range(steps)]
-            row[name] = [round(value, 6) for value in values]
-        rows.append(row)
+    tally = run.tally
     return {
         "node": node_id,
         "completed": completed,
-        "steps": steps,
+        "steps": run.schedule.steps,
         "calls": tally.calls,
         "accelerated": tally.accelerated,
         "declined": [[reason.text, count] for reason, count in tally.declined.most_common()],
         "left_to": dict(tally.fallbacks.most_common()),
         "modes": [list(served) for served in sorted(tally.served_by)],
         "groupings": tally.groupings,
+        "held_bytes": tally.held_bytes,
         "seconds": round(run.stopwatch.seconds(), 6),
         "lines": list(lines),
-        "rows": rows,
+        "rows": _rows(run),
     }
+
+
+def _rows(run: RunState) -> list[dict]:
+    tally, steps = run.tally, range(run.schedule.steps)
+    places = tally.accelerated_at.keys() | tally.declined_at.keys()
+    counts = {
+        "accelerated": tally.accelerated_at,
+        "declined": tally.declined_at,
+        "groupings": tally.regrouped_at,
+        "seconds": run.stopwatch.by_place,
+    }
+    removed, errors, served = tally.removed_energy.by_place(), _errors(run), _served(tally)
+    rows = []
+    for block in dict.fromkeys((place.block_type, place.block) for place in sorted(places, key=_order)):
+        row = {"type": block[0], "block": block[1], "modes": served.get(block, []), "error": errors.get(block)}
+        for name, count in counts.items():
+            row[name] = [round(count.get(Place(step, *block), 0), 6) for step in steps]
+        shares = [removed.get(Place(step, *block)) for step in steps]
+        row["removed_energy"] = [None if share is None else round(share, 4) for share in shares]
+        rows.append(row)
+    return rows
+
+
+def _served(tally: Tally) -> dict[tuple, list]:
+    """Mode and implementation of each block's accelerated calls."""
+    served: dict[tuple, set] = {}
+    for place, by in tally.served_at.items():
+        served.setdefault((place.block_type, place.block), set()).add(by)
+    return {block: [list(by) for by in sorted(found)] for block, found in served.items()}
+
+
+def _errors(run: RunState) -> dict[tuple, float | None]:
+    """The largest sampled error of each block's layers; None, as JSON has no other word, where it is infinite."""
+    errors: dict[tuple, float] = {}
+    for layer, error in run.errors.errors.items():
+        block = (layer.block_type, layer.block)
+        errors[block] = max(error, errors.get(block, 0.0))
+    return {block: round(error, 4) if math.isfinite(error) else None for block, error in errors.items()}
 
 
 def _order(place: Place) -> tuple:

@@ -12,6 +12,7 @@ from .run_state import RunState, Tally
 log = logging.getLogger("VC Attention")
 
 MOST_REASONS = 4
+WORTH_SAYING_BYTES = 250_000_000  # of the groupings a run holds
 
 
 def report(run: RunState, replaced_by: str | None, completed: bool, node_id: str | None) -> list[str]:
@@ -35,6 +36,7 @@ def summary(run: RunState, replaced_by: str | None, completed: bool) -> list[str
         lines.append(_declined(tally))
     if tally.accelerated:
         lines.append(_regrouped(run))
+        lines += _error(run)
         if completed:
             lines.append(_time(run))
     if not completed:
@@ -84,10 +86,30 @@ def _regrouped(run: RunState) -> str:
         count = run.tally.groupings
         named = ", ".join(str(step + 1) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
         plural = "s" if len(steps) > 1 else ""
-        return f"values grouped {count} times, in step{plural} {named} of {run.schedule.steps}"
+        return f"values grouped {count} times, in step{plural} {named} of {run.schedule.steps}{_grouped(run.tally)}"
     if run.settings.grouping_window == 0.0:
         return "values not grouped (grouping_window is 0)"
     return "values not grouped (no accelerated step of this sampler lies inside grouping_window)"
+
+
+def _grouped(tally: Tally) -> str:
+    """What grouping brought and what it held."""
+    removed = tally.removed_energy.by_place().values()
+    brought = (
+        f", which took {sum(removed) / len(removed):.0%} of their energy out of the quantization" if removed else ""
+    )
+    if tally.held_bytes < WORTH_SAYING_BYTES:
+        return brought
+    return f"{brought}, holding {tally.held_bytes / 1e9:.1f} GB of memory"
+
+
+def _error(run: RunState) -> list[str]:
+    worst = run.errors.worst()
+    if worst is None:
+        return []
+    layer, error = worst
+    name = "block" if layer.block_type is None else f"{layer.block_type} block"
+    return [f"largest sampled error of an attention output {error:.1%} ({name} {layer.block})"]
 
 
 def _time(run: RunState) -> str:

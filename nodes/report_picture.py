@@ -9,9 +9,21 @@ from .pictures import ACCENT, ACTIVE, BACKGROUND, IDLE, MARGIN, MUTED, PANEL, TE
 WIDTH = 960
 LINE = 20
 LABELS = 120  # left of the map
+SIDE = 170  # right of it: removed energy as a bar and a number, the sampled error as a number
+BAR = 64
 MOST_MAP_HEIGHT = 560
-NUMBERS = ("accelerated", "declined", "groupings", "seconds")
-HEADS = ("blocks", "accelerated", "left alone", "regroupings", "seconds")
+COUNTS = ("accelerated", "declined", "groupings")
+# Of each column of the table: its place, its head.
+COLUMNS = (
+    (MARGIN, ""),
+    (180, "blocks"),
+    (250, "accelerated"),
+    (350, "left alone"),
+    (440, "regroupings"),
+    (545, "removed energy"),
+    (665, "seconds"),
+    (745, "kernel"),
+)
 
 
 def draw_report(runs: list[dict], nothing: str) -> Image.Image:
@@ -25,15 +37,23 @@ def draw_report(runs: list[dict], nothing: str) -> Image.Image:
     return sheet
 
 
-def by_type(rows: list[dict]) -> list[tuple]:
-    """The table: one line a kind of block, with the sums over its blocks and steps."""
-    sums: dict[str, list] = {}
+def by_type(rows: list[dict]) -> list[tuple[str, ...]]:
+    """The table: one line a kind of block, over its blocks and steps."""
+    kinds: dict[str, list[dict]] = {}
     for row in rows:
-        line = sums.setdefault(_kind(row), [0, *(0 for _ in NUMBERS)])
-        line[0] += 1
-        for column, name in enumerate(NUMBERS, 1):
-            line[column] += sum(row[name])
-    return [(kind, *line) for kind, line in sums.items()]
+        kinds.setdefault(_kind(row), []).append(row)
+    return [(kind, *_line(of_kind)) for kind, of_kind in kinds.items()]
+
+
+def _line(rows: list[dict]) -> tuple[str, ...]:
+    counts = [sum(sum(row[name]) for row in rows) for name in COUNTS]
+    removed = [share for row in rows for share in row["removed_energy"] if share is not None]
+    return (
+        *map(str, (len(rows), *counts)),
+        f"{sum(removed) / len(removed):.0%}" if removed else "-",
+        f"{sum(sum(row['seconds']) for row in rows):.2f}",
+        ", ".join(sorted({" ".join(served) for row in rows for served in row["modes"]})) or "-",
+    )
 
 
 def _kind(row: dict) -> str:
@@ -59,7 +79,7 @@ def _draw_run(number: int, run: dict) -> Image.Image:
     sentences = [line for text in run["lines"] for line in wrapped(probe, text, font(13), WIDTH - 2 * MARGIN)]
     table = by_type(run["rows"])
     cell = _cell(run)
-    map_top = MARGIN + 30 + LINE * (len(sentences) + len(table) + 2) + 8
+    map_top = MARGIN + 30 + LINE * (len(sentences) + len(table) + 3) + 8
     part = Image.new("RGB", (WIDTH, map_top + cell[1] * len(run["rows"]) + 3 * LINE + MARGIN), BACKGROUND)
     draw = ImageDraw.Draw(part)
     draw.text((MARGIN, MARGIN), title, fill=TEXT, font=font(18))
@@ -69,23 +89,22 @@ def _draw_run(number: int, run: dict) -> Image.Image:
         top += LINE
     _draw_table(draw, top + 4, table)
     _draw_map(draw, map_top, run, cell)
+    _draw_side(draw, map_top, run["rows"], cell[1])
     return part
 
 
-def _draw_table(draw, top: int, table: list[tuple]) -> None:
-    stops = [MARGIN, 240, 340, 460, 580, 700]
-    for stop, head in zip(stops[1:], HEADS, strict=True):
-        draw.text((stop, top), head, fill=MUTED, font=font(13))
+def _draw_table(draw, top: int, table: list[tuple[str, ...]]) -> None:
+    for left, head in COLUMNS:
+        draw.text((left, top), head, fill=MUTED, font=font(13))
     for line in table:
         top += LINE
-        kind, *numbers, seconds = line
-        for stop, value in zip(stops, (kind, *numbers, f"{seconds:.2f}"), strict=True):
-            draw.text((stop, top), str(value), fill=TEXT, font=font(13))
+        for (left, _), text in zip(COLUMNS, line, strict=True):
+            draw.text((left, top), text, fill=TEXT, font=font(13))
 
 
 def _cell(run: dict) -> tuple[int, int]:
     """Width and height of one block at one step."""
-    width = (WIDTH - LABELS - 2 * MARGIN) // run["steps"]
+    width = (WIDTH - LABELS - SIDE - 2 * MARGIN) // run["steps"]
     height = MOST_MAP_HEIGHT // max(len(run["rows"]), 1)
     return min(max(width, 2), 48), min(max(height, 3), 18)
 
@@ -94,9 +113,9 @@ def _draw_map(draw, top: int, run: dict, cell: tuple[int, int]) -> None:
     """A row a block, a column a step. Green: accelerated, brighter where it took longer; a dot: values regrouped."""
     width, height = cell
     left, rows = MARGIN + LABELS, run["rows"]
-    steps = min(run["steps"], (WIDTH - left - MARGIN) // width)
+    steps = min(run["steps"], (WIDTH - left - SIDE - MARGIN) // width)
     slowest = max((max(row["seconds"][:steps], default=0.0) for row in rows), default=0.0) or 1.0
-    every = -(-14 // height)
+    every = _lines_a_label(height)
     for index, row in enumerate(rows):
         y = top + index * height
         if index % every == 0:
@@ -114,6 +133,28 @@ def _draw_map(draw, top: int, run: dict, cell: tuple[int, int]) -> None:
     for step in range(0, steps, -(-22 // width)):
         draw.text((left + (step + 0.5) * width - 1, bottom), str(step + 1), fill=MUTED, font=font(11), anchor="mt")
     _draw_legend(draw, left, bottom + LINE)
+
+
+def _lines_a_label(height: int) -> int:
+    return -(-14 // height)
+
+
+def _draw_side(draw, top: int, rows: list[dict], height: int) -> None:
+    """Of each block, what its newest grouping removed, and the error of its first accelerated output."""
+    left = WIDTH - MARGIN - SIDE + 16
+    stops = (left, left + BAR + 6, left + BAR + 48)
+    draw.text((stops[0], top - LINE), "removed energy", fill=MUTED, font=font(11))
+    draw.text((stops[2] + 4, top - LINE), "error", fill=MUTED, font=font(11))
+    every = _lines_a_label(height)
+    for index, row in enumerate(rows):
+        y = top + index * height
+        share = next((share for share in reversed(row["removed_energy"]) if share is not None), None)
+        if share is not None:
+            draw.rectangle((stops[0], y, stops[0] + round(BAR * share), y + max(height - 2, 0)), fill=ACCENT)
+        if index % every == 0:
+            for stop, value, form in ((stops[1], share, ".0%"), (stops[2], row["error"], ".1%")):
+                if value is not None:
+                    draw.text((stop, y + height / 2), f"{value:{form}}", fill=MUTED, font=font(11), anchor="lm")
 
 
 def _color(row: dict, step: int, slowest: float) -> tuple[int, int, int]:

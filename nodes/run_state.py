@@ -7,9 +7,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..kernels import Grouping, GroupingPolicy, Schedule
 from .accept import Reason
+from .error_budget import ErrorBudget
 from .position import Forward, Layer, Place, Position, locate
+from .removed_energy import RemovedEnergy
 from .settings import Settings
 from .timing import Stopwatch
 
@@ -23,6 +27,10 @@ class HeldGrouping:
 
     grouping: Grouping
     step: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.grouping.permutation, self.grouping.centroids))
 
 
 class RunState:
@@ -39,6 +47,7 @@ class RunState:
         self.groupings: dict[tuple, HeldGrouping] = {}
         self.stopwatch = Stopwatch()
         self.tally = Tally()
+        self.errors = ErrorBudget()
         self.switched_off: Reason | None = None
         self.started: float | None = None
         self.step = 0  # of the evaluation at hand
@@ -70,16 +79,25 @@ class RunState:
 
     def count_accelerated(self, place: Place, mode: str, implementation: str) -> None:
         with self._lock:
-            self.tally.served_by.add((mode, implementation))
+            self.tally.served_at[place] = (mode, implementation)
             self.tally.accelerated_at[place] += 1
 
     def count_block(self, layer: Layer) -> None:
         with self._lock:
             self.tally.blocks_seen.add((layer.block_type, layer.block))
 
-    def count_regrouped(self, place: Place) -> None:
+    def count_regrouped(self, place: Place, removed_energy: Tensor) -> None:
+        """``removed_energy`` is a scalar on the device; nobody waits for it before the run has ended."""
         with self._lock:
             self.tally.regrouped_at[place] += 1
+            self.tally.removed_energy.put(place, removed_energy)
+
+    def hold(self, key: tuple, held: HeldGrouping) -> None:
+        """Keep a grouping until the next of its key, or the end of the run."""
+        with self._lock:
+            before = self.groupings.get(key)
+            self.groupings[key] = held
+            self.tally.held_bytes += held.bytes - (before.bytes if before else 0)
 
     def switch_off(self, reason: Reason) -> bool:
         """Accelerate nothing more in this run. True the first time."""
@@ -89,22 +107,33 @@ class RunState:
         return first
 
     def free(self) -> None:
-        """Let go of every tensor."""
+        """Let go of every tensor but the scalars that the report will read."""
         self.groupings.clear()
         self._located = None
 
 
 class Tally:
-    """What happened to the attention calls of a run."""
+    """What happened to the attention calls of a run.
+
+    Attributes:
+        held_bytes: memory of the groupings that the run held at its end, when it holds most.
+    """
 
     def __init__(self):
         self.declined: Counter[Reason] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.blocks_seen: set[tuple] = set()
-        self.served_by: set[tuple[str, str]] = set()
+        self.served_at: dict[Place, tuple[str, str]] = {}
         self.accelerated_at: Counter[Place] = Counter()
         self.declined_at: Counter[Place] = Counter()
         self.regrouped_at: Counter[Place] = Counter()
+        self.removed_energy = RemovedEnergy()
+        self.held_bytes = 0
+
+    @property
+    def served_by(self) -> set[tuple[str, str]]:
+        """Mode and implementation of the accelerated calls."""
+        return set(self.served_at.values())
 
     @property
     def accelerated(self) -> int:

@@ -63,10 +63,68 @@ def test_rows_are_what_the_model_did(host, pack):
     assert rows[1]["declined"] == [2, 2, 2, 2]
     assert rows[0]["groupings"] == [2, 2, 0, 0]
     assert rows[1]["groupings"] == [0, 0, 0, 0]
+    assert (rows[0]["modes"], rows[1]["modes"]) == ([["8-bit", "reference"]], [])
+    assert 0 < rows[0]["error"] < 0.2
+    assert rows[1]["error"] is None
     assert all(seconds > 0 for seconds in rows[0]["seconds"])
     assert total(run, "seconds") == pytest.approx(run["seconds"], abs=1e-4)
     assert dict(map(tuple, run["declined"])) == {"cross-attention": 8, "in skip_blocks": 4}
     assert sum(run["left_to"].values()) == 12
+
+
+def groupings_made(pack, action) -> list[tuple]:
+    """Values and grouping of every ``group_values`` call inside ``action``, in order."""
+    made, original = [], pack.kernels.group_values
+
+    def spy(v, previous=None, **keywords):
+        grouping = original(v, previous, **keywords)
+        made.append((v.clone(), grouping, keywords["layout"]))
+        return grouping
+
+    with pack.replaced(group_values=spy):
+        action()
+    return made
+
+
+def test_removed_energy_is_that_of_the_groupings(host, pack):
+    """A number where values were grouped, of the prompt grouped last; what steps without a grouping removed is open."""
+    model = pack.patch(host.model(), grouping_window=0.5, refresh_interval=1, skip_blocks="1")
+    made = groupings_made(pack, lambda: in_prompt(host, "p-energy", lambda: render(host, model, steps=4)))
+    (run,) = ask(host, "p-energy")[1]["runs"]
+    rows = {row["block"]: row["removed_energy"] for row in run["rows"]}
+    shares = [pack.kernels.sampled_removed_energy(v, grouping, layout=layout) for v, grouping, layout in made]
+    assert len(shares) == 4, "two prompts, two steps"
+    assert rows[0] == [pytest.approx(shares[1].item(), abs=1e-4), pytest.approx(shares[3].item(), abs=1e-4), None, None]
+    assert rows[1] == [None] * 4
+    assert all(0 < share < 1 for share in shares)
+    assert f"took {(rows[0][0] + rows[0][1]) / 2:.0%} of their energy" in "\n".join(run["lines"])
+
+
+def test_memory_of_the_held_groupings(host, pack):
+    """Permutations and centroids of both prompts, once per block however often they were made anew."""
+    model = pack.patch(host.model(), grouping_window=1.0, refresh_interval=1)
+    made = groupings_made(pack, lambda: in_prompt(host, "p-held", lambda: render(host, model, steps=3)))
+    (run,) = ask(host, "p-held")[1]["runs"]
+    last = [grouping for _, grouping, _ in made[-4:]]
+    assert len(made) == 12, "two blocks, two prompts, three steps"
+    assert run["held_bytes"] == sum(g.permutation.nbytes + g.centroids.nbytes for g in last)
+    assert "GB" not in "\n".join(run["lines"]), "not worth a word"
+
+
+def test_much_held_memory_is_said(host, pack, monkeypatch):
+    report = next(m for m in pack.modules() if m.__name__.endswith(".nodes.report"))
+    monkeypatch.setattr(report, "WORTH_SAYING_BYTES", 1)
+    render(host, pack.patch(host.model()), steps=1)
+    assert "GB of memory" in host.texts[-1][0]
+
+
+def test_energy_of_values_that_are_not_finite_is_left_out(pack):
+    module = next(m for m in pack.modules() if m.__name__.endswith(".nodes.removed_energy"))
+    energy = module.RemovedEnergy()
+    energy.put("a", torch.tensor(float("nan")))
+    energy.put("b", torch.tensor(0.25))
+    energy.put("b", torch.tensor(0.5))
+    assert energy.by_place() == {"b": 0.5}
 
 
 @pytest.mark.parametrize("kind", ["wan", "joint"])
