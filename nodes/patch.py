@@ -89,9 +89,10 @@ def _main_widgets() -> list:
             tooltip=(
                 "auto: what fits your GPU (4-bit on RTX 50, RTX PRO and DGX Spark, 8-bit on RTX 40 and data-center "
                 "cards; other hardware renders as without this node).\n"
-                "8-bit: closest to the original picture.\n"
+                "8-bit: close to the original picture.\n"
                 "4-bit: for cards with 4-bit arithmetic; changes the picture more.\n"
-                "off: the model passes through unchanged."
+                "off: the model passes through unchanged.\n"
+                "8-bit precise: on H100 and H200, a third of 8-bit's error at about half its speed."
             ),
         ),
         io.Float.Input(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..kernels import implementation_names
 
-MODES = ("auto", "8-bit", "4-bit", "off")
+MODES = ("auto", "8-bit", "4-bit", "off", "8-bit precise")
 IMPLEMENTATIONS = implementation_names()
 # A first guess, to be replaced by a measured crossover per GPU: preparing the operands is linear in the length, what
 # the faster product saves is quadratic. It also keeps the text refiners of video models out.

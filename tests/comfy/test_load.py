@@ -43,7 +43,7 @@ def test_node_has_the_specified_name_and_widgets_in_order(pack):
 
 def test_drop_downs_offer_the_specified_choices(pack):
     options = {i.id: i.options for i in schema(pack).inputs if getattr(i, "options", None)}
-    assert options["mode"] == ["auto", "8-bit", "4-bit", "off"]
+    assert options["mode"] == ["auto", "8-bit", "4-bit", "off", "8-bit precise"]
     # A named GPU implementation may stand between the two; saved workflows hold the names.
     assert options["implementation"][0] == "auto"
     assert "reference" in options["implementation"]
