@@ -18,6 +18,8 @@ from pathlib import Path
 from . import pack as pack_module
 
 TEXT_EVENT = 3
+# Another page than the one this ComfyUI pins: the folder `static` of an unpacked comfyui-frontend-package.
+FRONT_END_ROOT = os.environ.get("FRONT_END_ROOT", "")
 
 
 def free_port() -> int:
@@ -42,6 +44,8 @@ class Server:
         command = [sys.executable, str(comfyui / "main.py"), "--cpu", "--listen", "127.0.0.1"]
         command += ["--port", str(self.port), "--base-directory", str(base), "--disable-auto-launch"]
         command += ["--disable-api-nodes", "--database-url", "sqlite:///:memory:"]
+        if FRONT_END_ROOT:
+            command += ["--front-end-root", FRONT_END_ROOT]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         for name in ("PYTHONPATH", "PYTHONSAFEPATH"):  # a user starts main.py without them
             environment.pop(name, None)
