@@ -1,9 +1,10 @@
 """Time VC-Attention and every peer found on this machine in one interleaved run; append rows to benchmarks/results/.
 
-    python benchmarks/bench.py [--shapes 1x40x75600,1x12x32768] [--seconds 1.0] [--rounds 2] [--output DIR]
+    python benchmarks/bench.py [--shapes 1x40x75600,1x12x32768] [--seconds 0.35] [--rounds 2] [--output DIR]
 
 Needs a GPU with a VC-Attention kernel. Useful work is counted as 4 B H S^2 D FLOP. Inputs are normal, bf16, in
 ComfyUI's layout [B, S, H, D]; the error is relative L2 on sampled rows against attention in float32 on the same inputs.
+The kernel alone is measured as shipped and with one trick switched off at a time, on normal and on clustered inputs.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ from __future__ import annotations
 import argparse
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import peers
 import rows
+import sage_formats
 import torch
-from timing import interleave
-from vc_attention import attention, group_values
+from timing import Samples, interleave
+from vc_attention import attention, group_values, support
 from vc_attention.attend.cuda import attend_cuda
+from vc_attention.group.api import Grouping
 from vc_attention.quantize.cuda import prepare
+from vc_attention.quantize.rotation import hadamard_matrix
 from vc_attention.testing import clustered_qkv, relative_l2
 
 HEAD_DIM = 128
 DEFAULT_SHAPES = "1x40x75600,1x12x32768,1x16x111600"  # Wan2.2-14B 720p, a small model, HunyuanVideo 1.5 720p
 SAMPLED_ROWS = 128
 CLUSTERED_GRID = (13, 42, 60)  # 32,760 tokens
-SCHEDULE_STEPS, SCHEDULE_REFRESHES = 40, 3  # window 0.25, interval 4: one cold grouping and two warm ones
+SCHEDULE_STEPS, REFRESH_INTERVAL = 40, 4
+WINDOWS = (0.25, 1.0)
+PRECISE = "8-bit precise"
+BEHIND_WORK = ", behind work"  # end of the settings of what is timed with a full queue
+SAGE_FORMATS = "sageattention2_formats (emulated)"
 
 
 def main() -> int:
@@ -52,7 +61,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=DEFAULT_SHAPES, help="BxHxS, comma separated")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of every variant in every round")
+    parser.add_argument("--seconds", type=float, default=0.35, help="of every variant in every round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, help="folder for the rows instead of benchmarks/results")
     return parser.parse_args()
@@ -72,47 +81,103 @@ def fp8_peak() -> float:
 
 
 def bench_shape(shape: tuple[int, int, int, int], options: argparse.Namespace) -> list[dict]:
-    """Rows of one shape: peers, our kernel, the complete call, grouping, scratch memory."""
+    """Rows of one shape: our kernel and its ablations, the complete call, peers, grouping, scratch memory."""
     q, k, v = normal_inputs(shape)
     grouping = group_values(v)
-    scale = HEAD_DIM**-0.5
-    operands = prepare(q, k, v, scale=scale, permutation=grouping.permutation)
-    out = torch.empty_like(q)
-
-    def kernel(means: bool = True):
-        attend_cuda(operands, out, means=means)
-        return out
-
-    variants = {
-        ("attention_kernel", "cuda", "int8 qk, expcast, means"): kernel,
-        ("attention_kernel", "cuda", "int8 qk, expcast, no means"): lambda: kernel(means=False),
-        ("complete_call", "cuda", "held grouping"): lambda: attention(q, k, v, grouping=grouping),
-        ("complete_call", "cuda", "sequence order"): lambda: attention(q, k, v),
-        ("prepare", "cuda", "held grouping"): lambda: prepare(q, k, v, scale=scale, permutation=grouping.permutation),
-        ("regroup_extra", "cuda", "warm"): lambda: group_values(v, grouping),
-        ("regroup_extra", "cuda", "cold"): lambda: group_values(v),
-        **{("complete_call", name, ""): _bind(peer, q, k, v) for name, peer in peers.found().items()},
-    }
-    samples = interleave(variants, options.rounds, options.seconds)
     expected = ReferenceRows(q, k, v)
+    variants = {
+        **named("attention_kernel", "cuda", kernel_variants(q, k, v, grouping)),
+        **named("complete_call", "cuda", complete_calls(q, k, v, grouping)),
+        **{("complete_call", name, ""): call for name, call in peers.found(q, k, v).items()},
+        **named("prepare", "cuda", twice({"held grouping": lambda: prepared(q, k, v, grouping.permutation)})),
+        **named(
+            "regroup_extra", "cuda", twice({"warm": lambda: group_values(v, grouping), "cold": lambda: group_values(v)})
+        ),
+    }
     made = []
-    for (operation, implementation, settings), timed in samples.items():
-        row = {"operation": operation, "implementation": implementation, "settings": settings, "shape": list(shape)}
-        row |= {"dtype": "bfloat16", "layout": "BSHD", "clusters": grouping.clusters, **timed.row()}
-        if operation in ("attention_kernel", "complete_call"):
-            row["tflops"] = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / row["ms_p50"] / 1e9
-            if "no means" not in settings:  # the operands are demeaned: without the means only the time is meant
-                row["rel_l2"] = expected.error(variants[operation, implementation, settings]())
+    timed = interleave(variants, options.rounds, options.seconds, lambda key: key[2].endswith(BEHIND_WORK))
+    for key, samples in timed.items():
+        row = timed_row(key, samples, shape, grouping)
+        if row["operation"] in ("attention_kernel", "complete_call"):
+            row["rel_l2"] = expected.error(variants[key]())
         made.append(row)
-        print(summary(row), flush=True)
-    made += [schedule_row(made, shape), scratch_row(q, k, v, grouping, shape)]
-    for row in made[-2:]:
+    made += [schedule_row(made, shape, window) for window in WINDOWS]
+    made.append(scratch_row(q, k, v, grouping, shape))
+    made.append(error_row("error_normal", SAGE_FORMATS, "", shape, expected.sage_formats_error()))
+    for row in made:
         print(summary(row), flush=True)
     return made
 
 
-def _bind(function, *arguments):
-    return lambda: function(*arguments)
+def twice(calls: dict[str, Callable]) -> dict[str, Callable]:
+    """Calls by settings, to be timed alone, where short ones wait for the host, and behind other work."""
+    return calls | {settings + BEHIND_WORK: call for settings, call in calls.items()}
+
+
+def named(operation: str, implementation: str, calls: dict[str, Callable]) -> dict[tuple[str, str, str], Callable]:
+    """Calls by (operation, implementation, settings), from calls by settings."""
+    return {(operation, implementation, settings): call for settings, call in calls.items()}
+
+
+def prepared(q, k, v, permutation, **switches):
+    """Operands of the attention kernel."""
+    return prepare(q, k, v, scale=HEAD_DIM**-0.5, permutation=permutation, **switches)
+
+
+def kernel_variants(q, k, v, grouping: Grouping) -> dict[str, Callable[[], torch.Tensor]]:
+    """The attention kernel on prepared operands: as shipped, and with one trick switched off at a time.
+
+    The preparation rotates q and k by a symmetric orthogonal matrix, so rotated inputs leave it as they were.
+    """
+
+    def variant(q=q, k=k, permutation=grouping.permutation, demean: bool = True, **switches):
+        operands = prepared(q, k, v, permutation, demean=demean)
+        output = torch.empty_like(q)
+
+        def run() -> torch.Tensor:
+            attend_cuda(operands, output, means=demean, **switches)
+            return output
+
+        return run
+
+    return {
+        "as shipped": variant(),
+        "means off": variant(demean=False),
+        "grouping off": variant(permutation=None),
+        "expcast off": variant(probabilities="exp2"),
+        "rotation off": variant(rotated(q), rotated(k)),
+    }
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] times the Hadamard matrix of the preparation, rounded to the dtype of ``x``."""
+    return (x.float() @ hadamard_matrix(x.shape[-1], device=x.device).float()).to(x.dtype)
+
+
+def complete_calls(q, k, v, grouping: Grouping) -> dict[str, Callable[[], torch.Tensor]]:
+    """The public call, in every 8-bit mode of this machine."""
+    calls = {
+        "held grouping": lambda: attention(q, k, v, grouping=grouping),
+        "sequence order": lambda: attention(q, k, v),
+    }
+    if support(q, k, v, mode=PRECISE, implementation="cuda"):
+        calls["precise, held grouping"] = lambda: attention(q, k, v, grouping=grouping, mode=PRECISE)
+    return calls
+
+
+def timed_row(key: tuple[str, str, str], samples: Samples, shape, grouping: Grouping) -> dict:
+    """The row of one timed variant."""
+    row = dict(zip(("operation", "implementation", "settings"), key, strict=True)) | {"shape": list(shape)}
+    row |= {"dtype": "bfloat16", "layout": "BSHD", "clusters": grouping.clusters, **samples.row()}
+    if row["operation"] in ("attention_kernel", "complete_call"):
+        row["tflops"] = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / row["ms_p50"] / 1e9
+    return row
+
+
+def error_row(operation: str, implementation: str, settings: str, shape, error: float) -> dict:
+    """The row of an error without a time."""
+    names = {"operation": operation, "implementation": implementation, "settings": settings}
+    return names | {"shape": list(shape), "dtype": "bfloat16", "rel_l2": error}
 
 
 def normal_inputs(shape: tuple[int, int, int, int]) -> list[torch.Tensor]:
@@ -130,6 +195,7 @@ class ReferenceRows:
         generator = torch.Generator().manual_seed(1)
         self.rows = torch.randperm(q.shape[2], generator=generator)[:SAMPLED_ROWS].to(q.device)
         self.rows[0] = q.shape[2] - 1
+        self.inputs = (q, k, v)
         heads = [self._head(q[:, h], k[:, h], v[:, h]) for h in range(q.shape[1])]
         self.expected = torch.stack(heads, dim=1)
 
@@ -141,18 +207,27 @@ class ReferenceRows:
         """Relative L2 error of an output [B, H, S, D] on the sampled rows."""
         return relative_l2(output[:, :, self.rows], self.expected)
 
+    def sage_formats_error(self) -> float:
+        """The same error of SageAttention2's number formats, emulated, and rounded to the inputs' dtype."""
+        output = sage_formats.attend_rows(*self.inputs, self.rows)
+        return relative_l2(output.to(self.inputs[0].dtype), self.expected)
 
-def schedule_row(made: list[dict], shape) -> dict:
-    """Grouping averaged over a 40-step render with window 0.25 and interval 4, as a share of the complete call."""
+
+def schedule_row(made: list[dict], shape, window: float) -> dict:
+    """Grouping averaged over a render, as a share of the complete call: cold once, then warm while the window lasts.
+
+    In a render the queue is full: the host prepares a call while the one before runs.
+    """
     times = {(row["operation"], row["settings"]): row["ms_p50"] for row in made if row["implementation"] == "cuda"}
-    spent = times["regroup_extra", "cold"] + (SCHEDULE_REFRESHES - 1) * times["regroup_extra", "warm"]
-    share = spent / SCHEDULE_STEPS / times["complete_call", "held grouping"]
+    groupings = len(range(0, round(SCHEDULE_STEPS * window), REFRESH_INTERVAL))
+    cold, warm = (times["regroup_extra", settings + BEHIND_WORK] for settings in ("cold", "warm"))
+    spent = cold + (groupings - 1) * warm
     return {
         "operation": "grouping_average",
         "implementation": "cuda",
-        "settings": f"{SCHEDULE_STEPS} steps, window 0.25, interval 4",
+        "settings": f"{SCHEDULE_STEPS} steps, window {window}, interval {REFRESH_INTERVAL}",
         "shape": list(shape),
-        "share_of_call": share,
+        "share_of_call": spent / SCHEDULE_STEPS / times["complete_call", "held grouping"],
     }
 
 
@@ -179,24 +254,22 @@ def clustered_errors() -> list[dict]:
     """Errors on values that cluster and have outlier tokens, as a video layer's do (vc_attention.testing)."""
     q, k, v = clustered_qkv(CLUSTERED_GRID, heads=2, dtype=torch.bfloat16, device="cuda")
     expected, grouping = ReferenceRows(q, k, v), group_values(v)
-    variants = {
-        ("cuda", "k-means"): lambda: attention(q, k, v, grouping=grouping),
-        ("cuda", "sequence order"): lambda: attention(q, k, v),
-        ("cuda", "means off"): lambda: attention(q, k, v, demean=False),
-        **{(name, ""): _bind(peer, q, k, v) for name, peer in peers.found().items()},
+    calls = {
+        **{("cuda", f"kernel, {name}"): call for name, call in kernel_variants(q, k, v, grouping).items()},
+        **{("cuda", name): call for name, call in complete_calls(q, k, v, grouping).items()},
+        **{(name, ""): call for name, call in peers.found(q, k, v).items()},
     }
-    made = []
-    for (implementation, settings), call in variants.items():
-        row = {"operation": "error_clustered", "implementation": implementation, "settings": settings}
-        row |= {"shape": list(q.shape), "dtype": "bfloat16", "rel_l2": expected.error(call())}
-        made.append(row)
+    errors = {key: expected.error(call()) for key, call in calls.items()}
+    errors[SAGE_FORMATS, ""] = expected.sage_formats_error()
+    made = [error_row("error_clustered", *key, q.shape, error) for key, error in errors.items()]
+    for row in made:
         print(summary(row), flush=True)
     return made
 
 
 def summary(row: dict) -> str:
     """One line for a person."""
-    parts = [f"{row['operation']:17s} {row['implementation']:18s} {row['settings']:28s} {row['shape']}"]
+    parts = [f"{row['operation']:17s} {row['implementation']:18s} {row['settings']:33s} {row['shape']}"]
     for name, text in (
         ("ms_p50", "{:.3f} ms"),
         ("tflops", "{:.0f} TFLOP/s"),

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def found() -> dict[str, Callable]:
-    """Every peer that can be imported here: ``{name: attention(q, k, v)}``."""
+def found(q, k, v) -> dict[str, Callable[[], torch.Tensor]]:
+    """Every peer that serves these inputs here: ``{name: call without arguments}``. Says why of those that do not.
+
+    Each gets copies of its own: SageAttention 1 subtracts the mean of k in place.
+    """
+    peers = {name: _bind(call, *(x.clone() for x in (q, k, v))) for name, call in _importable().items()}
+    return {name: call for name, call in peers.items() if _runs(name, call)}
+
+
+def _importable() -> dict[str, Callable]:
     peers = {
         "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
         "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION),
@@ -18,9 +27,29 @@ def found() -> dict[str, Callable]:
     for name, module, adapt in _OPTIONAL:
         try:
             peers[name] = adapt(import_module(module))
-        except ImportError:
-            continue
+        except Exception as error:  # noqa: BLE001  a package may be broken here in any way
+            _skipped(name, error)
     return peers
+
+
+def _runs(name: str, call: Callable) -> bool:
+    """Whether one call succeeds; it also compiles what a peer compiles at first use."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  or refuse the call in any way
+        _skipped(name, error)
+        return False
+    return True
+
+
+def _skipped(name: str, error: Exception) -> None:
+    lines = str(error).strip().splitlines()
+    print(f"skipped {name}: {type(error).__name__}: {lines[0] if lines else ''}", flush=True)
+
+
+def _bind(function: Callable, *arguments) -> Callable:
+    return lambda: function(*arguments)
 
 
 def _sdpa(backend: SDPBackend) -> Callable:

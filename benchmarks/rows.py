@@ -28,11 +28,19 @@ def environment() -> dict:
 
 
 def _code() -> dict:
-    """The commit, and whether files differ from it. A copy without git names its commit in VC_BENCH_COMMIT."""
+    """The commit, and whether files differ from it.
+
+    A copy without git names its commit in VC_BENCH_COMMIT, with "-dirty" behind it where files differ.
+    """
     named = os.environ.get("VC_BENCH_COMMIT")
     if named:
-        return {"commit": named, "dirty": False}
+        return {"commit": named.removesuffix("-dirty"), "dirty": named.endswith("-dirty")}
     return {"commit": _git("rev-parse", "--short", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
+
+
+def device_uuid() -> str:
+    """Of torch's first device, which CUDA_VISIBLE_DEVICES may have made another than NVML's first."""
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
 def append(rows: list[dict], path: Path) -> None:
@@ -54,5 +62,5 @@ def _git(*arguments: str) -> str:
 
 
 def _nvidia_smi(field: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", "0"]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", device_uuid()]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from vc_attention.arch import FAMILIES
+from vc_attention.arch import FAMILIES, FamilyRow
 from vc_attention.dispatch import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,10 +22,15 @@ PEERS = {
     "sdpa_cudnn": "torch SDPA, cuDNN in bf16",
     "fa3_bf16": "FlashAttention-3 in bf16",
     "fa4_bf16": "FlashAttention-4 package in bf16",
-    "sageattention": "SageAttention",
+    "sageattention": "SageAttention 1",
     "comfy_kitchen_int8": "ComfyUI's INT8",
 }
 BASELINE = "sdpa_cudnn"
+OURS = {
+    "held grouping": "**VC Attention, 8-bit, grouping held**",
+    "precise, held grouping": "**VC Attention, 8-bit precise, grouping held**",
+}
+SHIPPED = "as shipped"
 
 
 def main() -> int:
@@ -48,25 +53,39 @@ def replace(text: str, name: str, table: str) -> str:
 
 def support_table() -> str:
     """Which GPU gets which mode and kernel, and what has been seen of it."""
-    lines = ["| GPU | family | mode `auto` picks | kernel in this version |", "| --- | --- | --- | --- |"]
+    lines = ["| GPU | family | mode | kernel | seen |", "| --- | --- | --- | --- | --- |"]
     for family in FAMILIES:
-        rows = [row for row in IMPLEMENTATIONS if row.automatic and family.family in (row.families or ())]
-        kernels = "; ".join(f"`{row.name}`, {row.status}" for row in rows)
-        lines.append(
-            f"| {family.cards} | {family.family} | {family.mode} | "
-            f"{kernels or 'not yet: the render stays as it was, and the node says so'} |"
-        )
+        lines += _family_lines(family)
     for row in IMPLEMENTATIONS:
         if not row.automatic:
-            modes = f"{', '.join(row.modes)}, by name only"
-            lines.append(f"| any, also a CPU | - | {modes} | `{row.name}` in plain torch, {row.status}; slow |")
-    lines.append("| older NVIDIA, AMD, Apple | - | none | none: the attention you had, with one sentence saying why |")
+            lines.append(
+                f"| any, also a CPU | - | {', '.join(row.modes)} | `{row.name}` in plain torch, by name only, slow | "
+                f"{row.status} |"
+            )
+    lines.append(
+        "| older NVIDIA, AMD, Apple | - | none | none: the attention you had, with a sentence saying why | - |"
+    )
     return "\n".join(lines)
+
+
+def _family_lines(family: FamilyRow) -> list[str]:
+    """A line a mode, the one ``auto`` picks first; in each the kernels in the order in which they are taken."""
+    lines = []
+    for mode in (family.mode, *family.other_modes):
+        rows = [row for row in IMPLEMENTATIONS if row.automatic and family.family in row.families and mode in row.modes]
+        first = "" if not rows else f"`{rows[0].name}`"
+        others = "".join(f", without it `{row.name}`" for row in rows[1:])
+        seen = ", ".join(dict.fromkeys(row.status_on(family.family) for row in rows))
+        asked = "`auto`" if mode == family.mode else "by hand"
+        kernels = f"{first}{others}" if rows else "none yet: the render stays as it was, and the node says so"
+        lines.append(f"| {family.cards} | {family.family} | {mode}, {asked} | {kernels} | {seen or '-'} |")
+    return lines
 
 
 def speed_tables() -> str:
     """One table a result file, from its newest run."""
-    tables = [_speed_table(newest_run(path)) for path in sorted(RESULTS.glob("*.jsonl"))]
+    runs = [newest_run(path) for path in sorted(RESULTS.glob("*.jsonl"))]
+    tables = [table for rows in runs for table in (_speed_table(rows), _ablation_table(rows)) if table]
     return "\n\n".join(tables) or "No measured run is in `benchmarks/results/` yet."
 
 
@@ -77,7 +96,10 @@ def newest_run(path: Path) -> list[dict]:
 
 
 def _speed_table(rows: list[dict]) -> str:
+    """Times of complete calls; empty for a run without any."""
     shapes = sorted({tuple(row["shape"]) for row in rows if row["operation"] == "complete_call"}, key=_work)
+    if not shapes:
+        return ""
     head = rows[0]
     heading = (
         f"{head['gpu']}, {head['date'][:10]}, driver {head['driver']}, torch {head['torch']}, commit {head['commit']}; "
@@ -100,7 +122,31 @@ def _speed_table(rows: list[dict]) -> str:
 def _variants(rows: list[dict]) -> list[tuple[str, str, str]]:
     present = {row["implementation"] for row in rows if row["operation"] == "complete_call"}
     peers = [(label, name, "") for name, label in PEERS.items() if name in present]
-    return [*peers, ("**VC Attention, 8-bit, grouping held**", "cuda", "held grouping")]
+    measured = {row["settings"] for row in rows if row["operation"] == "complete_call"}
+    ours = [(label, "cuda", settings) for settings, label in OURS.items() if settings in measured]
+    return [*peers, *ours]
+
+
+def _ablation_table(rows: list[dict]) -> str:
+    """What each trick of our kernel costs and gives; empty for a run that did not switch them off."""
+    kernel = [row for row in rows if row["operation"] == "attention_kernel"]
+    settings = list(dict.fromkeys(row["settings"] for row in kernel))
+    if SHIPPED not in settings:
+        return ""
+    largest = max((tuple(row["shape"]) for row in kernel), key=_work)
+    normal = {row["settings"]: row for row in kernel if tuple(row["shape"]) == largest}
+    clustered = {row["settings"]: row for row in rows if row["operation"] == "error_clustered"}
+    lines = [
+        f"The kernel alone, one trick switched off at a time, same run ({largest[2]:,} tokens x {largest[1]} heads; "
+        "clustered values: 32,760 tokens x 2 heads):",
+        "",
+        "| kernel | time | error, normal inputs | error, clustered values |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in settings:
+        row, other = normal[name], clustered[f"kernel, {name}"]
+        lines.append(f"| {name} | {row['ms_p50']:.1f} ms | {row['rel_l2']:.4f} | {other['rel_l2']:.4f} |")
+    return "\n".join(lines)
 
 
 def _work(shape: tuple[int, ...]) -> int:

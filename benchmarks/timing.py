@@ -11,6 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from rows import device_uuid
+
+CALLS_IN_FLIGHT = 4  # so that the GPU does not wait for the host between short calls
+WORK_CYCLES = 2_000_000  # about a millisecond, longer than the host needs for any short call
+LONG_CALL_SECONDS = 0.05  # from here on one at a time: four would outlast a turn
 
 
 @dataclass
@@ -37,34 +42,45 @@ class Samples:
         }
 
 
-def interleave(variants: dict[str, Callable[[], object]], rounds: int, seconds_per_turn: float) -> dict[str, Samples]:
+def interleave(
+    variants: dict[str, Callable[[], object]],
+    rounds: int,
+    seconds_per_turn: float,
+    behind_work: Callable[[str], bool] = lambda name: False,
+) -> dict[str, Samples]:
     """Time every variant in turn, ``rounds`` times over, for about ``seconds_per_turn`` each.
 
-    Each turn begins with one untimed call. Times are CUDA events around single calls.
+    Each turn begins with one untimed call. Times are CUDA events around single calls. Variants chosen by
+    ``behind_work`` have other work queued before them, as every call of a render has: the host's time is then hidden.
     """
     samples = {name: Samples() for name in variants}
     with _PowerMeter() as meter:
         for _ in range(rounds):
             for name, call in variants.items():
+                started = time.monotonic()
                 call()
                 torch.cuda.synchronize()
+                long = time.monotonic() - started > LONG_CALL_SECONDS
                 meter.readings.clear()
-                _turn(call, samples[name], seconds_per_turn)
+                calls_in_flight = 1 if long else CALLS_IN_FLIGHT
+                _turn(call, samples[name], seconds_per_turn, calls_in_flight, behind_work(name))
                 samples[name].watts += [watts for watts, _ in meter.readings]
                 samples[name].sm_mhz += [mhz for _, mhz in meter.readings]
     return samples
 
 
-def _turn(call, samples: Samples, seconds: float) -> None:
+def _turn(call, samples: Samples, seconds: float, calls_in_flight: int, behind_work: bool) -> None:
     deadline = time.monotonic() + seconds
     pending = []
     while time.monotonic() < deadline or not pending:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if behind_work:
+            torch.cuda._sleep(WORK_CYCLES)
         start.record()
         call()
         end.record()
         pending.append((start, end))
-        if len(pending) % 4 == 0:
+        if len(pending) % calls_in_flight == 0:
             end.synchronize()
     torch.cuda.synchronize()
     samples.ms += [start.elapsed_time(end) for start, end in pending]
@@ -92,7 +108,7 @@ class _PowerMeter:
         except ImportError:
             return
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(device_uuid())
         while not self._stop.wait(0.02):
             watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
             mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
