@@ -19,7 +19,7 @@ class FiniteCheck:
     def __init__(self, flags: Tensor, implementation: str):
         self._implementation = implementation
         self._flags, self._ready = flags, None
-        if not flags.is_cuda:
+        if not _is_on_gpu(flags):
             return
         if torch.cuda.is_current_stream_capturing():
             self._flags = None
@@ -38,3 +38,7 @@ class FiniteCheck:
             self._ready.synchronize()
         if int(self._flags[0]) & NOT_FINITE:
             raise UnsupportedCall({self._implementation: "q, k or v holds NaN or infinity"})
+
+
+def _is_on_gpu(flags: Tensor) -> bool:
+    return flags.is_cuda

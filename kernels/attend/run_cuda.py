@@ -12,10 +12,9 @@ from ..errors import KernelUnavailable, UnsupportedCall
 from ..quantize.cuda import prepare, prepare_precise
 from ..quantize.hopper import HopperOperands
 from .cuda import MOST_HEADS, attend_cuda
+from .finite import FiniteCheck
 from .precise_cuda import attend_precise_cuda
 from .settings import Settings
-
-NOT_FINITE = 1  # bit of HopperOperands.flags
 
 
 def run(
@@ -35,7 +34,7 @@ def run(
     try:
         make, kernel = (prepare_precise, attend_precise_cuda) if settings.mode == PRECISE else (prepare, attend_cuda)
         operands = make(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
-        finite = _FiniteCheck(operands)
+        finite = FiniteCheck(operands.flags, "cuda")
         _attend(kernel, operands, out, settings.demean)
     except KernelUnavailable as error:
         raise UnsupportedCall({"cuda": error.reason}) from error
@@ -69,30 +68,3 @@ def _writable_in_pairs(out: Tensor) -> bool:
     """The kernel stores two neighbouring elements as one 32-bit word."""
     even = all(stride % 2 == 0 for stride, size in zip(out.stride()[:3], out.shape, strict=False) if size > 1)
     return even and out.stride(-1) == 1 and out.data_ptr() % 4 == 0
-
-
-class _FiniteCheck:
-    """Asks the preparation's flag while the attention kernel runs: the GPU never waits for the answer.
-
-    Made between preparation and attention; ``require`` then waits for the preparation only. While a CUDA graph is
-    captured nothing can be asked, and nothing is.
-    """
-
-    def __init__(self, operands: HopperOperands):
-        self._flags = self._ready = None
-        if torch.cuda.is_current_stream_capturing():
-            return
-        device = operands.flags.device
-        self._flags = torch.empty(1, dtype=torch.int32, pin_memory=True)
-        with torch.cuda.device(device):
-            self._flags.copy_(operands.flags, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(device))
-
-    def require(self) -> None:
-        """Raise UnsupportedCall if q, k or v holds NaN or infinity."""
-        if self._ready is None:
-            return
-        self._ready.synchronize()
-        if int(self._flags[0]) & NOT_FINITE:
-            raise UnsupportedCall({"cuda": "q, k or v holds NaN or infinity"})

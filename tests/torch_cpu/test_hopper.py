@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vc_attention import group_values, kernel_arguments, ops
 from vc_attention.attend import cuda as attend_host
+from vc_attention.attend import finite as finite_host
 from vc_attention.attend import run_cuda
 from vc_attention.attend.hopper import attend_hopper
 from vc_attention.attend.settings import resolve
@@ -590,7 +591,7 @@ class _Event:
 
 def stand_in_prepare(q, k, v, **arguments):
     finite = all(x.isfinite().all() for x in (q, k, v))
-    flags = torch.tensor([0 if finite else run_cuda.NOT_FINITE], dtype=torch.int32)
+    flags = torch.tensor([0 if finite else finite_host.NOT_FINITE], dtype=torch.int32)
     return dataclasses.replace(hopper_operands(q, k, v, **arguments), flags=flags)
 
 
@@ -605,6 +606,7 @@ def device_free(monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(run_cuda, "prepare", stand_in_prepare)
     monkeypatch.setattr(run_cuda, "attend_cuda", stand_in_attend)
+    monkeypatch.setattr(finite_host, "_is_on_gpu", lambda flags: True)
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
