@@ -1,0 +1,417 @@
+"""Operands of the 4-bit Triton attention kernel, and the host side of triton_kernels/prepare4.py that makes them.
+
+``quantize/reference.py`` says what the numbers are; this module says where they lie. Sizes: block = 128 tokens,
+NQ and NK blocks of queries and keys, D = 64 or 128.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..arch import family
+from ..formats import E2M1_MAX, E4M3_MAX, NVFP4, NVFP4_GROUP, positive
+from ..group.blocks import BLOCK
+from ..triton_support import LaunchSettings, aligned, is_interpreted, launch, word_strides
+from .operands import Operands4
+from .rotation import rotate
+
+HEAD_DIMS = (64, 128)
+NATIVE_FAMILIES = ("sm_120", "sm_121")
+NVFP4_MAX = E2M1_MAX * E4M3_MAX
+# Key at each position of a group of 32: the scores of a thread are then eight neighbouring keys.
+KEY_ORDER = tuple(8 * t + 2 * q + e for q in range(4) for t in range(4) for e in range(2))
+# Octaves that a score may reach. float32 holds such a number to 2^-7; a head that wants more is shortened as a whole,
+# so that a row's maximum never lies above itself by rounding.
+MOST_OCTAVES = 2.0**17
+SMALLEST_UNIT = 2.0**-100  # products of codes end at 2^30: smaller scores are all equal
+MOST_PRODUCT = 1e37  # of queries and keys in float32; beyond it a call is refused like one that is not finite
+MOST_BIAS = 1e30  # in units of the product of scales; float32 ends at 3e38
+
+PREPARE = LaunchSettings(num_warps=8, num_stages=1)
+BIAS = LaunchSettings(num_warps=8, num_stages=2)
+BIAS_ROWS = 64
+
+
+@dataclass(frozen=True)
+class ScoreBias:
+    """What scores lose with the block means of the queries: ``((high + low) keys^T - constant) unit``.
+
+    Attributes:
+        high, low: [BH, NQ, D] of the keys' dtype; their sum is a block's mean, to about 16 bits.
+        constant: float32 [BH, NQ]: the part of the mean over keys, the same for a whole row of scores.
+        keys: [B, H, S_kv, D] in the order of the sequence, any strides; neither rotated nor without their mean.
+        permutation: int32 [B, H, S_kv] or None: the order of the keys.
+        unit: float32 [BH]: units of the quantized product per unit of score.
+    """
+
+    high: Tensor
+    low: Tensor
+    constant: Tensor
+    keys: Tensor
+    permutation: Tensor | None
+    unit: Tensor
+
+
+@dataclass(frozen=True)
+class TritonOperands4:
+    """Quantized operands of one call; BH = B * H, head index b * H + h. Keys and values are in permuted order.
+
+    Attributes:
+        q, k: uint8 [BH, blocks * 128, D / 2]: E2M1, channel 2 i in bits 0 to 3 of byte i. Rows of k in KEY_ORDER
+            inside each group of 32. Padding rows are zero.
+        q_scales, k_scales: uint8 [BH, blocks * 128, D / 16], UE4M3 bits.
+        v: uint8 [BH, NK, D, 64]: E2M1 of the residual, key 2 i of the block in bits 0 to 3 of byte i.
+        v_scales: uint8 [BH, NK, D, 8].
+        v_scale: float32 [BH, D].
+        means: float32 [BH, NK, D], block means in units of v_scale; None where no means were removed.
+        score_scale: float32 [BH]: octaves per unit of ``q k^T``.
+        bias: starts the scores.
+        q_tokens: S_q.
+        flags: int32 [1]: bit 0, some q, k or v is not finite.
+    """
+
+    q: Tensor
+    q_scales: Tensor
+    k: Tensor
+    k_scales: Tensor
+    v: Tensor
+    v_scales: Tensor
+    v_scale: Tensor
+    means: Tensor | None
+    score_scale: Tensor
+    bias: ScoreBias
+    q_tokens: int
+    flags: Tensor
+
+    @property
+    def q_blocks(self) -> int:
+        return self.q.shape[1] // BLOCK
+
+    @property
+    def kv_blocks(self) -> int:
+        return self.v.shape[1]
+
+
+def emulates(device) -> bool:
+    """Whether kernels must do without Blackwell's 4-bit instructions on ``device``."""
+    return is_interpreted() or family(device) not in NATIVE_FAMILIES
+
+
+def prepare4(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, permutation: Tensor | None = None, demean: bool = True
+) -> TritonOperands4:
+    """Operands of one call, on the tensors' device and torch's current stream, without synchronizing.
+
+    Args:
+        q: [B, H, S_q, D], k, v: [B, H, S_kv, D]; bf16 or fp16, any strides, D of HEAD_DIMS.
+        scale: softmax scale; its sign goes into q.
+        permutation: int32 [B, H, S_kv], the token at each position of the order; None keeps the sequence.
+        demean: False removes no block means.
+    """
+    q, k, v = (aligned(x) for x in (q, k, v))
+    permutation = None if permutation is None else permutation.to(torch.int32).contiguous()
+    sign = float((scale > 0) - (scale < 0))
+    queries = _Rows(q, None, sign)
+    keys = _Rows(k, permutation, 1.0)
+    key_mean = k.mean(2, dtype=torch.float32).flatten(0, 1)
+    turned_mean = rotate(key_mean)
+    q_means, q_largest = _query_maxima(queries)
+    k_largest = _key_maxima(keys, turned_mean)
+    means, v_scale, v_largest = _value_maxima(v, permutation, demean)
+
+    # A score is at most D times the largest of its factors. The bias is made with keys that still have their mean.
+    mean_bound = q.shape[3] * q_means.abs().amax((1, 2)).double()
+    bias_bound = mean_bound * k_largest
+    representable = mean_bound * (k_largest + turned_mean.abs().amax(1)) < MOST_PRODUCT
+    score_bound = (q.shape[3] * q_largest.double() * k_largest + bias_bound) * (abs(scale) * math.log2(math.e))
+    k_scale = positive(k_largest / NVFP4_MAX)
+    q_scale = torch.maximum(positive(q_largest / NVFP4_MAX), (bias_bound / (k_scale * MOST_BIAS)).float())
+    unit = (q_scale.double() * k_scale).clamp_min(SMALLEST_UNIT)
+    shortened = (MOST_OCTAVES / score_bound).clamp_max(1.0)
+    octaves = (unit * (abs(scale or 1.0) * math.log2(math.e)) * shortened).clamp_min(SMALLEST_UNIT)
+    finite = torch.stack([*(x.isfinite().all() for x in (q_largest, k_largest, v_largest)), representable.all()])
+    q_codes, q_scales = _quantize_queries(queries, q_scale)
+    k_codes, k_scales = _quantize_keys(keys, turned_mean, k_scale)
+    v_codes, v_scales, unit_means = _quantize_values(v, permutation, demean, means, v_scale)
+    return TritonOperands4(
+        q=q_codes,
+        q_scales=q_scales,
+        k=k_codes,
+        k_scales=k_scales,
+        v=v_codes,
+        v_scales=v_scales,
+        v_scale=v_scale,
+        means=unit_means,
+        score_scale=octaves.float(),
+        bias=_score_bias(q_means, k, key_mean, permutation, unit),
+        q_tokens=q.shape[2],
+        flags=(~finite.all()).to(torch.int32).reshape(1),
+    )
+
+
+def _score_bias(q_means: Tensor, keys: Tensor, key_mean: Tensor, permutation: Tensor | None, unit: Tensor) -> ScoreBias:
+    high = q_means.to(keys.dtype)
+    low = (q_means - high.float()).to(keys.dtype)
+    constant = (q_means * key_mean[:, None]).sum(2)
+    return ScoreBias(high, low, constant, keys, permutation, (1 / unit).float())
+
+
+def score_bias(operands: TritonOperands4, heads: range, blocks: range) -> Tensor:
+    """float32 [heads, blocks, NK * 128], keys in KEY_ORDER: the bias of some scores, minus infinity for padding keys.
+
+    Args:
+        heads: of B * H.
+        blocks: query blocks.
+    """
+    from ..triton_kernels.prepare4 import bias_kernel
+
+    source, kv_blocks = operands.bias, operands.kv_blocks
+    keys = source.keys
+    bias = torch.empty(len(heads), len(blocks), kv_blocks * BLOCK, dtype=torch.float32, device=keys.device)
+    launch(
+        bias_kernel,
+        keys.device,
+        len(heads) * kv_blocks,
+        source.high,
+        source.low,
+        source.constant,
+        keys,
+        _order(source.permutation, keys),
+        source.unit,
+        bias,
+        heads.start,
+        blocks.start,
+        keys.shape[1],
+        keys.shape[2],
+        operands.q_blocks,
+        kv_blocks,
+        len(blocks),
+        *word_strides(keys),
+        D=keys.shape[3],
+        PERMUTED=source.permutation is not None,
+        ROWS=BIAS_ROWS,
+        EMULATE=emulates(keys.device),
+        settings=BIAS,
+    )
+    return bias
+
+
+class _Rows:
+    """q or k as the kernels take it: sizes, strides and the factor of the rotation."""
+
+    def __init__(self, x: Tensor, permutation: Tensor | None, sign: float):
+        self.x, self.device, self.permutation = x, x.device, permutation
+        self.batch_heads, self.head_dim = x.shape[0] * x.shape[1], x.shape[3]
+        self.blocks = -(-x.shape[2] // BLOCK)
+        self.grid = self.batch_heads * self.blocks
+        self.sizes = (x.shape[1], x.shape[2], self.blocks, *word_strides(x), sign * self.head_dim**-0.5)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Memory for codes and group scales."""
+        rows = (self.batch_heads, self.blocks * BLOCK)
+        codes = self.new(*rows, self.head_dim // 2, dtype=torch.uint8)
+        return codes, self.new(*rows, self.head_dim // NVFP4_GROUP, dtype=torch.uint8)
+
+
+def _order(permutation: Tensor | None, like: Tensor) -> Tensor:
+    """A pointer for the kernel, which looks behind it only where there is a permutation."""
+    return torch.empty(1, dtype=torch.int32, device=like.device) if permutation is None else permutation
+
+
+def _query_maxima(rows: _Rows) -> tuple[Tensor, Tensor]:
+    from ..triton_kernels.prepare4 import query_maxima_kernel
+
+    means = rows.new(rows.batch_heads, rows.blocks, rows.head_dim)
+    maxima = rows.new(rows.batch_heads, rows.blocks)
+    launch(
+        query_maxima_kernel,
+        rows.device,
+        rows.grid,
+        rows.x,
+        means,
+        maxima,
+        *rows.sizes,
+        D=rows.head_dim,
+        EMULATE=emulates(rows.device),
+        settings=PREPARE,
+    )
+    return means, maxima.amax(1)
+
+
+def _quantize_queries(rows: _Rows, scale: Tensor) -> tuple[Tensor, Tensor]:
+    from ..triton_kernels.prepare4 import queries4_kernel
+
+    codes, scales = rows.packed()
+    launch(
+        queries4_kernel,
+        rows.device,
+        rows.grid,
+        rows.x,
+        scale,
+        codes,
+        scales,
+        *rows.sizes,
+        D=rows.head_dim,
+        EMULATE=emulates(rows.device),
+        settings=PREPARE,
+    )
+    return codes, scales
+
+
+def _key_maxima(rows: _Rows, mean: Tensor) -> Tensor:
+    from ..triton_kernels.prepare4 import key_maxima_kernel
+
+    maxima = rows.new(rows.batch_heads, rows.blocks)
+    launch(
+        key_maxima_kernel,
+        rows.device,
+        rows.grid,
+        rows.x,
+        _order(rows.permutation, rows.x),
+        mean,
+        maxima,
+        *rows.sizes,
+        D=rows.head_dim,
+        PERMUTED=rows.permutation is not None,
+        EMULATE=emulates(rows.device),
+        settings=PREPARE,
+    )
+    return maxima.amax(1)
+
+
+def _quantize_keys(rows: _Rows, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    from ..triton_kernels.prepare4 import keys4_kernel
+
+    codes, scales = rows.packed()
+    launch(
+        keys4_kernel,
+        rows.device,
+        rows.grid,
+        rows.x,
+        _order(rows.permutation, rows.x),
+        mean,
+        scale,
+        codes,
+        scales,
+        *rows.sizes,
+        D=rows.head_dim,
+        PERMUTED=rows.permutation is not None,
+        EMULATE=emulates(rows.device),
+        settings=PREPARE,
+    )
+    return codes, scales
+
+
+def _value_maxima(v: Tensor, permutation: Tensor | None, demean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    from ..triton_kernels.prepare4 import value_maxima_kernel
+
+    rows = _Rows(v, permutation, 1.0)
+    maxima = rows.new(rows.batch_heads, rows.blocks, rows.head_dim)
+    means = torch.empty_like(maxima)
+    launch(
+        value_maxima_kernel,
+        rows.device,
+        rows.grid,
+        v,
+        _order(permutation, v),
+        means,
+        maxima,
+        *rows.sizes[:-1],
+        D=rows.head_dim,
+        PERMUTED=permutation is not None,
+        DEMEAN=demean,
+        settings=PREPARE,
+    )
+    largest = maxima.amax(1)
+    return means, positive(largest / NVFP4_MAX), largest
+
+
+def _quantize_values(
+    v: Tensor, permutation: Tensor | None, demean: bool, means: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    from ..triton_kernels.prepare4 import values4_kernel
+
+    rows = _Rows(v, permutation, 1.0)
+    tiles = (rows.batch_heads, rows.blocks, rows.head_dim)
+    codes = rows.new(*tiles, BLOCK // 2, dtype=torch.uint8)
+    scales = rows.new(*tiles, BLOCK // NVFP4_GROUP, dtype=torch.uint8)
+    unit_means = torch.empty_like(means)
+    launch(
+        values4_kernel,
+        rows.device,
+        rows.grid,
+        v,
+        _order(permutation, v),
+        means,
+        scale,
+        unit_means,
+        codes,
+        scales,
+        *rows.sizes[:-1],
+        D=rows.head_dim,
+        PERMUTED=permutation is not None,
+        DEMEAN=demean,
+        EMULATE=emulates(v.device),
+        settings=PREPARE,
+    )
+    return codes, scales, unit_means if demean else None
+
+
+def lay_out(operands: Operands4, scale: float) -> TritonOperands4:
+    """The reference's operands in this layout: the specification of the preparation. ``scale`` must be positive."""
+    batch, heads, tokens, head_dim = operands.k_exact.shape
+    q, q_scales = _packed_rows(operands.q)
+    k, k_scales = (_in_key_order(x) for x in _packed_rows(operands.k))
+    v, v_scales = _packed_tiles(operands.residual)
+    v_scale = operands.residual.scale.reshape(-1, head_dim)
+    unit = (operands.q.scale.double() * operands.k.scale.double()).flatten()
+    means = operands.means
+    no_mean = torch.zeros(batch * heads, head_dim, dtype=torch.float32, device=q.device)
+    return TritonOperands4(
+        q=q,
+        q_scales=q_scales,
+        k=k,
+        k_scales=k_scales,
+        v=v,
+        v_scales=v_scales,
+        v_scale=v_scale,
+        means=None if means is None else means.float().flatten(0, 1) / v_scale[:, None],
+        score_scale=(unit * (scale * math.log2(math.e))).float(),
+        bias=_score_bias(operands.q_means.flatten(0, 1), operands.k_exact, no_mean, None, unit),
+        q_tokens=operands.q.codes.shape[2],
+        flags=torch.zeros(1, dtype=torch.int32, device=q.device),
+    )
+
+
+def _packed_rows(x: NVFP4) -> tuple[Tensor, Tensor]:
+    """Codes and group scales of [B, H, S, D] as [BH, blocks * 128, ...]."""
+    return _pad_tokens(_pack(x.codes).flatten(0, 1)), _pad_tokens(x.group_scales.flatten(0, 1))
+
+
+def _packed_tiles(x: NVFP4) -> tuple[Tensor, Tensor]:
+    """Codes and group scales of [B, H, D, S], along the tokens, as [BH, NK, D, ...]."""
+    codes, scales = x.codes.flatten(0, 1), x.group_scales.flatten(0, 1)
+    codes = _pack(pad(codes, (0, -codes.shape[2] % BLOCK)))
+    scales = pad(scales, (0, -scales.shape[2] % (BLOCK // NVFP4_GROUP)))
+    parts = [(codes, BLOCK // 2), (scales, BLOCK // NVFP4_GROUP)]
+    return tuple(part.unflatten(2, (-1, size)).transpose(1, 2).contiguous() for part, size in parts)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def _pad_tokens(x: Tensor) -> Tensor:
+    return pad(x, (0, 0, 0, -x.shape[1] % BLOCK))
+
+
+def _in_key_order(x: Tensor) -> Tensor:
+    return x.unflatten(1, (-1, len(KEY_ORDER)))[:, :, list(KEY_ORDER)].flatten(1, 2)

@@ -1,0 +1,164 @@
+"""The 4-bit Triton kernels on a GPU: on Blackwell as they are, on any other card with their instructions emulated."""
+
+import pytest
+import torch
+from vc_attention.attend import self_test4, triton4
+from vc_attention.attend.reference import attend4
+from vc_attention.attend.run_triton4 import run
+from vc_attention.attend.self_test4 import operand_fault, self_test
+from vc_attention.attend.settings import resolve
+from vc_attention.attend.triton4 import attend_triton4
+from vc_attention.errors import UnsupportedCall
+from vc_attention.quantize.reference import quantize4
+from vc_attention.quantize.triton4 import lay_out, prepare4
+from vc_attention.testing import clustered_qkv, random_qkv, relative_l2
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SCALE = 0.1
+# float32 output on the same operands. A probability on the other side of a rounding tie moves by half of itself at
+# most; scores are float32, so about one in 10^5 does.
+SAME_OPERANDS = 1e-3
+# Of the whole call in bf16: rounding the output is 1.7e-3.
+WHOLE_CALL = 4e-3
+LENGTHS = (*range(1, 131, 3), 16, 32, 64, 127, 128, 129, 255, 257, 640, 1023, 4095, 4096, 4097, 32760)
+QUERY_LENGTHS = (1, 257, 64, 129, 15, 128, 63, 200)
+LIMIT_S = 240  # a first test compiles some twenty kernels
+
+
+def inputs(queries, keys, head_dim=128, dtype=torch.bfloat16, batch=1, heads=2, seed=0):
+    q, k, v = random_qkv((batch, heads, max(queries, keys), head_dim), seed=seed, dtype=dtype, device=DEVICE)
+    return q[:, :, :queries] + 0.5, k[:, :, :keys], v[:, :, :keys] + 0.7
+
+
+def random_order(k, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(k.shape[:3], generator=generator).argsort(-1).int().to(DEVICE)
+
+
+def unwritten(like, dtype=None):
+    return torch.full_like(like, float("nan"), dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def call(q, k, v, order=None, demean=True, scale=SCALE, out=None):
+    out = unwritten(q) if out is None else out
+    run(q, k, v, order, scale, resolve("4-bit", "auto", "auto", demean, "sm_120"), out)
+    return out
+
+
+@pytest.mark.parametrize("index", range(len(LENGTHS)))
+def test_every_length(index):
+    keys = LENGTHS[index]
+    grouped = index % 2 == 1
+    demean = grouped or index % 3 != 2
+    queries = QUERY_LENGTHS[index % len(QUERY_LENGTHS)]
+    q, k, v = inputs(queries, keys, seed=index)
+    order = random_order(k) if grouped else None
+    specified = quantize4(q, k, v, order, demean)
+    expected = attend4(specified, SCALE)
+    laid_out = lay_out(specified, SCALE)
+    output = unwritten(q, torch.float32)
+    attend_triton4(laid_out, output)
+    assert relative_l2(output, expected) < SAME_OPERANDS
+    prepared = prepare4(q, k, v, scale=SCALE, permutation=order, demean=demean)
+    if queries > 1 and keys > 1:  # one token is its own mean: what is left is rounding, and cancels in the output
+        assert operand_fault(prepared, laid_out) is None
+    assert relative_l2(call(q, k, v, order, demean, SCALE), expected) < WHOLE_CALL
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_self_test(dtype):
+    assert self_test(DEVICE, dtype) is None
+
+
+def test_self_test_notices_a_fault(monkeypatch):
+    right = triton4.score_bias
+    monkeypatch.setattr(triton4, "score_bias", lambda *arguments: right(*arguments).clamp_min(-1e30) * 0)
+    assert "attention: relative error" in self_test(DEVICE, torch.bfloat16)
+    monkeypatch.undo()
+    prepared = self_test4.prepare4
+    monkeypatch.setattr(self_test4, "prepare4", lambda q, k, v, **named: prepared(q, -k, v, **named))
+    assert "preparation: k differs" in self_test(DEVICE, torch.bfloat16)
+
+
+def test_strides_of_every_input_and_of_the_output():
+    q, k, v = inputs(300, 500, batch=2, heads=3)
+    expected = call(q, k, v)
+    joined = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    out = torch.full((2, 300, 3, 128), float("nan"), dtype=q.dtype, device=DEVICE).transpose(1, 2)
+    assert torch.equal(call(*joined, out=out), expected)
+    odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v)]  # rows not aligned to 16 bytes
+    assert torch.equal(call(*odd), expected)
+    assert torch.equal(call(q[1:], k[1:], v[1:]), expected[1:])
+
+
+def test_launches_cut_by_scratch_memory_change_nothing(monkeypatch):
+    q, k, v = inputs(700, 500)
+    expected = call(q, k, v)
+    monkeypatch.setattr(triton4, "BIAS_BYTES", 4 * 512 * 4)
+    assert torch.equal(call(q, k, v), expected)
+
+
+def test_one_compilation_serves_every_length():
+    from vc_attention.triton_kernels.attention4 import attention4_fwd_kernel
+    from vc_attention.triton_kernels.prepare4 import keys4_kernel
+
+    call(*inputs(64, 64))
+    kernels = (attention4_fwd_kernel, keys4_kernel)
+    compiled = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+    for queries, keys in ((1, 1), (16, 16), (128, 4096), (333, 1000), (4096, 77)):
+        call(*inputs(queries, keys))
+    assert [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels] == compiled
+
+
+@pytest.mark.parametrize("logit", [1e3, 1e6, 1e12, 1e30])
+def test_huge_logits_stay_finite_and_inside_the_values(logit):
+    q, k, v = inputs(300, 300)
+    output = call((q * logit**0.5).bfloat16(), (k * logit**0.5).bfloat16(), v).float()
+    assert output.isfinite().all()
+    assert output.abs().max() < v.float().abs().max() * 1.1
+
+
+@pytest.mark.parametrize("case", ["zero q", "zero k", "constant q", "constant k", "zero v", "constant v", "tiny"])
+def test_inputs_whose_scales_vanish(case):
+    q, k, v = inputs(140, 150)
+    changed = {
+        "zero q": (q * 0, k, v),
+        "zero k": (q, k * 0, v),
+        "constant q": (q[:, :, :1].expand_as(q), k, v),
+        "constant k": (q, k[:, :, :1].expand_as(k), v),
+        "zero v": (q, k, v * 0),
+        "constant v": (q, k, v[:, :, :1].expand_as(v)),
+        "tiny": (q * 1e-20, k * 1e-20, v * 1e-30),
+    }[case]
+    expected = attend4(quantize4(*changed, None, True), SCALE)
+    limit = 2e-2 * changed[2].float().abs().max().item()
+    torch.testing.assert_close(call(*changed).float(), expected, rtol=2e-2, atol=limit)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(argument, bad):
+    tensors = {name: x.clone() for name, x in zip("qkv", inputs(140, 150), strict=True)}
+    tensors[argument][0, 1, 139, 127] = bad
+    with pytest.raises(UnsupportedCall) as raised:
+        call(**tensors)
+    assert raised.value.reasons == {"triton4": "q, k or v holds NaN or infinity"}
+
+
+def test_clustered_values_with_a_grouping():
+    q, k, v = clustered_qkv((6, 24, 32), heads=2, dtype=torch.bfloat16, device=DEVICE)
+    order = v.float()[..., 0].argsort(-1).int()
+    specified = quantize4(q, k, v, order, True)
+    assert relative_l2(call(q, k, v, order), attend4(specified, SCALE)) < WHOLE_CALL
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_than_the_current_device():
+    tensors = inputs(140, 150)
+    there = [x.to("cuda:1") for x in tensors]
+    with torch.cuda.device(0):
+        output = call(*there)
+    assert output.device == there[0].device
+    assert torch.equal(output.cpu(), call(*tensors).cpu())

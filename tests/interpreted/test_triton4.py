@@ -1,0 +1,185 @@
+"""The 4-bit Triton kernels in Triton's interpreter: the source that a card compiles, instructions emulated."""
+
+import dataclasses
+
+import pytest
+import torch
+from vc_attention import UnsupportedCall
+from vc_attention.attend import triton4
+from vc_attention.attend.reference import attend4
+from vc_attention.attend.run_triton4 import run
+from vc_attention.attend.self_test4 import operand_fault
+from vc_attention.attend.settings import resolve
+from vc_attention.attend.triton4 import attend_triton4, launches
+from vc_attention.quantize.reference import quantize4
+from vc_attention.quantize.triton4 import lay_out, prepare4
+from vc_attention.testing import random_qkv, relative_l2
+
+# Same arithmetic in another order of additions; measured at most 2e-7 but for huge logits.
+SAME_OPERANDS = 1e-6
+WHOLE_CALL = 5e-4  # rounding the output to fp16 is 2.1e-4; the interpreter rounds to bf16 towards zero
+CODES = ("q", "q_scales", "k", "k_scales", "v", "v_scales")
+# Queries, keys, D, dtype, means removed, grouped; and the branch.
+CASES = [
+    (1, 1, 64, torch.bfloat16, True, False),  # one token
+    (1, 130, 128, torch.float16, True, True),  # one query, its own block mean; keys beyond a block
+    (128, 128, 64, torch.float16, True, False),  # whole blocks
+    (130, 129, 64, torch.bfloat16, False, True),  # query rows beyond a block, sums by the product with ones
+    (40, 300, 128, torch.bfloat16, True, True),  # three tiles, the last one short
+    (77, 33, 128, torch.float16, False, False),  # one short tile
+    (31, 272, 64, torch.bfloat16, True, False),  # groups of 16 that are all padding
+]
+
+
+def inputs(queries, keys, head_dim, dtype=torch.bfloat16, batch=1, heads=1, seed=0):
+    """Normal q, k, v; values and queries with an offset."""
+    q, k, v = random_qkv((batch, heads, max(queries, keys), head_dim), seed=seed, dtype=dtype)
+    return q[:, :, :queries] + 0.5, k[:, :, :keys], v[:, :, :keys] + 0.7
+
+
+def random_order(k, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(k.shape[:3], generator=generator).argsort(-1).int()
+
+
+def attended(operands, like, dtype=torch.float32):
+    """What the kernel writes into memory full of NaN."""
+    out = torch.full_like(like, float("nan"), dtype=dtype, memory_format=torch.contiguous_format)
+    attend_triton4(operands, out)
+    return out
+
+
+def whole_call(q, k, v, order=None, demean=True, scale=0.1):
+    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    run(q, k, v, order, scale, resolve("4-bit", "auto", "auto", demean, "cpu"), out)
+    return out
+
+
+@pytest.mark.parametrize(("queries", "keys", "head_dim", "dtype", "demean", "grouped"), CASES)
+def test_attention_equals_the_reference_on_its_operands(queries, keys, head_dim, dtype, demean, grouped):
+    q, k, v = inputs(queries, keys, head_dim, dtype)
+    specified = quantize4(q, k, v, random_order(k) if grouped else None, demean)
+    expected = attend4(specified, head_dim**-0.5)
+    assert relative_l2(attended(lay_out(specified, head_dim**-0.5), q), expected) < SAME_OPERANDS
+
+
+@pytest.mark.parametrize(("queries", "keys", "head_dim", "dtype", "demean", "grouped"), CASES)
+def test_preparation_gives_the_references_operands(queries, keys, head_dim, dtype, demean, grouped):
+    q, k, v = inputs(queries, keys, head_dim, dtype, seed=1)
+    order = random_order(k) if grouped else None
+    expected = lay_out(quantize4(q, k, v, order, demean), 0.1)
+    actual = prepare4(q, k, v, scale=0.1, permutation=order, demean=demean)
+    assert operand_fault(actual, expected) is None
+    if demean:
+        torch.testing.assert_close(actual.means, expected.means, rtol=1e-6, atol=0)
+    else:
+        assert actual.means is None
+    assert (actual.v == expected.v).all()
+    assert int(actual.flags) == 0
+
+
+def test_whole_call_equals_the_reference():
+    q, k, v = inputs(20, 150, 128, torch.float16, batch=2, heads=2)
+    order = random_order(k)
+    expected = attend4(quantize4(q, k, v, order, True), 0.1)
+    assert relative_l2(whole_call(q, k, v, order), expected) < WHOLE_CALL
+
+
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30])
+def test_any_softmax_scale(scale):
+    q, k, v = inputs(40, 40, 64, torch.float16)
+    expected = attend4(quantize4(q, k, v, None, True), scale)
+    assert relative_l2(whole_call(q, k, v, scale=scale), expected) < WHOLE_CALL
+
+
+def test_strides_of_every_input_and_of_the_output():
+    q, k, v = inputs(20, 140, 64, batch=1, heads=2)
+    expected = whole_call(q, k, v)
+    joined = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert not joined[0].is_contiguous()
+    out = torch.full((1, 20, 2, 64), float("nan"), dtype=q.dtype).transpose(1, 2)
+    run(*joined, None, 0.1, resolve("4-bit", "auto", "auto", True, "cpu"), out)
+    assert torch.equal(out, expected)
+    odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in (q, k, v)]  # rows not aligned to 16 bytes
+    assert torch.equal(whole_call(*odd), expected)
+
+
+def test_launches_cut_by_scratch_memory_change_nothing(monkeypatch):
+    q, k, v = inputs(300, 130, 64)
+    operands = prepare4(q, k, v, scale=0.1)
+    expected = attended(operands, q)
+    monkeypatch.setattr(triton4, "BIAS_BYTES", 2 * 256 * 4)  # two query blocks of one head
+    assert [len(blocks) for _, blocks in launches(1, 3, 2)] == [2, 1]
+    assert torch.equal(attended(operands, q), expected)
+
+
+def test_launches_cover_every_head_and_block_once():
+    covered = [(h, b) for heads, blocks in launches(40, 591, 591) for h in heads for b in blocks]
+    assert sorted(covered) == [(h, b) for h in range(40) for b in range(591)]
+    assert [len(heads) for heads, _ in launches(40, 591, 591)] == [3] * 13 + [1]  # 536 MB of bias
+    assert len(list(launches(1, 4000, 4000))) > 1  # one head whose bias is 8 GB
+
+
+@pytest.mark.parametrize("logit", [1e3, 1e6, 1e12, 1e30])
+def test_huge_logits_stay_finite_and_inside_the_values(logit):
+    q, k, v = inputs(30, 150, 64)
+    output = whole_call((q * logit**0.5).bfloat16(), (k * logit**0.5).bfloat16(), v).float()
+    assert output.isfinite().all()
+    assert output.abs().max() < v.float().abs().max() * 1.1
+
+
+@pytest.mark.parametrize("case", ["zero q", "zero k", "constant q", "constant k", "zero v", "constant v", "tiny"])
+def test_inputs_whose_scales_vanish(case):
+    q, k, v = inputs(40, 50, 64)
+    changed = {
+        "zero q": (q * 0, k, v),
+        "zero k": (q, k * 0, v),
+        "constant q": (q[:, :, :1].expand_as(q), k, v),
+        "constant k": (q, k[:, :, :1].expand_as(k), v),
+        "zero v": (q, k, v * 0),
+        "constant v": (q, k, v[:, :, :1].expand_as(v)),
+        "tiny": (q * 1e-20, k * 1e-20, v * 1e-30),
+    }[case]
+    output = whole_call(*changed)
+    expected = attend4(quantize4(*changed, None, True), 0.1)
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2 * changed[2].float().abs().max().item())
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_not_finite_is_refused(argument, bad):
+    tensors = dict(zip("qkv", inputs(40, 50, 64), strict=True))
+    tensors[argument] = tensors[argument].clone()
+    tensors[argument][0, 0, 39, 63] = bad
+    with pytest.raises(UnsupportedCall) as raised:
+        whole_call(**tensors)
+    assert raised.value.reasons == {"triton4": "q, k or v holds NaN or infinity"}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_products_beyond_float32_are_refused():
+    q, k, v = inputs(40, 50, 64)
+    with pytest.raises(UnsupportedCall):
+        whole_call(q * 1e20, k * 1e20, v)
+
+
+def test_other_head_dims_are_refused():
+    q, k, v = inputs(4, 4, 96)
+    with pytest.raises(UnsupportedCall, match="serves head_dim 64 and 128, not 96"):
+        whole_call(q, k, v)
+
+
+def test_inputs_are_left_alone():
+    q, k, v = inputs(40, 50, 64)
+    before = [x.clone() for x in (q, k, v)]
+    whole_call(q, k, v)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+
+
+def test_the_comparison_of_operands_notices_each():
+    operands = prepare4(*inputs(128, 128, 64), scale=0.1)
+    for name in CODES:
+        changed = getattr(operands, name).clone()
+        changed[:, :4] ^= 1
+        assert name in operand_fault(dataclasses.replace(operands, **{name: changed}), operands)
