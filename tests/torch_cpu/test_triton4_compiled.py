@@ -1,0 +1,64 @@
+"""The 4-bit Triton kernels compiled for workstation Blackwell without a GPU: instructions, spills, memory, counts."""
+
+import re
+
+import pytest
+from vc_attention.attend.triton4 import SETTINGS
+from vc_attention.quantize.triton4 import BIAS, BIAS_ROWS, HEAD_DIMS, NATIVE_FAMILIES, PREPARE
+
+from .triton_compile import SHARED_BYTES, check_counts, compile_for
+
+pytest.importorskip("triton", reason="needs Triton, which is not installed")
+
+PRODUCT_PTX = "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
+PRODUCT = r"\bOMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X\b"
+# Queries and keys of 128 x 128 by 16 x 8 x 64 (D = 128: two steps), probabilities and values likewise; 8 warps.
+PRODUCTS = {128: 64, 64: 32}
+SUMS = 4  # by the product with 16 columns of ones, where no means are removed
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("means", [True, False], ids=["means", "plain"])
+def test_attention(family, head_dim, means):
+    from vc_attention.triton_kernels.attention4 import attention4_fwd_kernel
+
+    settings = SETTINGS[family]
+    constants = {"D": head_dim, "MEANS": means, "EMULATE": False, "STAGES": settings.num_stages}
+    made = compile_for(attention4_fwd_kernel, family, {"p_out": "*bf16"}, constants, settings)
+    assert f".target {family}a" in made.ptx
+    assert set(re.findall(r"mma\.sync[\w.:]+", made.ptx)) == {PRODUCT_PTX}
+    assert "cvt.rn.satfinite.e2m1x2.f32" in made.ptx
+    loop = made.loop(PRODUCT)
+    assert sum(bool(re.search(PRODUCT, line)) for line in loop) == PRODUCTS[head_dim] + (0 if means else SUMS)
+    if head_dim == 128:  # P stays in registers
+        assert not [line for line in loop if line.startswith(("STS", "STL", "LDL"))]
+    assert made.stack_bytes == 0
+    assert made.registers <= 255
+    assert made.shared_bytes <= SHARED_BYTES[family]
+    check_counts(f"attention4/{family}/D{head_dim}/{'means' if means else 'plain'}", made, PRODUCT)
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_preparation(family, head_dim):
+    from vc_attention.triton_kernels import prepare4
+
+    common = {"D": head_dim, "PERMUTED": True, "DEMEAN": True, "ROWS": BIAS_ROWS, "EMULATE": False}
+    for kernel, settings in (
+        (prepare4.query_maxima_kernel, PREPARE),
+        (prepare4.queries4_kernel, PREPARE),
+        (prepare4.key_maxima_kernel, PREPARE),
+        (prepare4.keys4_kernel, PREPARE),
+        (prepare4.value_maxima_kernel, PREPARE),
+        (prepare4.values4_kernel, PREPARE),
+        (prepare4.bias_kernel, BIAS),
+    ):
+        names = [parameter.name for parameter in kernel.params]
+        dtypes = dict.fromkeys(("p_q", "p_k", "p_v", "p_high", "p_low"), "*bf16")
+        constants = {name: value for name, value in common.items() if name in names}
+        made = compile_for(kernel, family, dtypes, constants, settings)
+        assert made.stack_bytes == 0, kernel
+        assert made.shared_bytes <= SHARED_BYTES[family], kernel
+        if "codes" in " ".join(names):
+            assert "cvt.rn.satfinite.e2m1x2.f32" in made.ptx, kernel
