@@ -75,7 +75,7 @@ def _family_lines(family: FamilyRow) -> list[str]:
         rows = [row for row in IMPLEMENTATIONS if row.automatic and family.family in row.families and mode in row.modes]
         first = "" if not rows else f"`{rows[0].name}`"
         others = "".join(f", without it `{row.name}`" for row in rows[1:])
-        seen = ", ".join(dict.fromkeys(row.status_on(family.family) for row in rows))
+        seen = "; ".join(f"`{row.name}` {row.status_on(family.family, mode)}" for row in rows)
         asked = "`auto`" if mode == family.mode else "by hand"
         kernels = f"{first}{others}" if rows else "none yet: the render stays as it was, and the node says so"
         lines.append(f"| {family.cards} | {family.family} | {mode}, {asked} | {kernels} | {seen or '-'} |")

@@ -29,7 +29,7 @@ class Implementation:
         automatic: whether ``auto`` may choose it.
         entry: "module:function" inside this package, loaded on first use.
         status: what has been seen of it, for the documentation.
-        seen: families of which something else has been seen, and what: ``(("sm_89", "compiled only"),)``.
+        seen: families or modes of which something else has been seen, and what: ``(("sm_89", "compiled only"),)``.
         head_dim_step: distance between the head dimensions it serves, from the smallest on.
         readiness: "module:function" that answers for a device and a dtype, and for the mode where the row has several,
             why it cannot run there; empty: it can.
@@ -47,9 +47,10 @@ class Implementation:
     seen: tuple[tuple[str, str], ...] = ()
     head_dim_step: int = 1
 
-    def status_on(self, family: str) -> str:
-        """What has been seen of it on one family."""
-        return dict(self.seen).get(family, self.status)
+    def status_on(self, family: str, mode: str) -> str:
+        """What has been seen of it in one mode on one family."""
+        seen = dict(self.seen)
+        return seen.get(mode) or seen.get(family) or self.status
 
     def refusal(self, call: Call) -> str | None:
         """Why this implementation does not serve the call; None if it does."""
@@ -110,6 +111,7 @@ IMPLEMENTATIONS = (
         entry=".attend.run_cuda:run",
         status="run on an H200",
         readiness=".guard:why_cuda_is_unavailable",
+        seen=((PRECISE, "earlier builds run on an H200"),),
     ),
     Implementation(
         name="triton8",
@@ -121,7 +123,7 @@ IMPLEMENTATIONS = (
         entry=".attend.run_triton8:run",
         status="compiled only",
         readiness=".guard_triton:why_triton8_is_unavailable",
-        seen=(("sm_90", "run on an H200"),),
+        seen=(("sm_90", "earlier builds run on an H200"),),
         head_dim_step=64,
     ),
     Implementation(

@@ -86,3 +86,16 @@ def test_every_node_is_found_under_other_names(pack):
         aliases = node.GET_SCHEMA().search_aliases
         assert len(aliases) >= 3
         assert len(set(aliases)) == len(aliases)
+
+
+def test_readme_lists_every_setting_with_its_default(pack):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| setting \| default \|.*\n\|[- |]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    listed = {}
+    for names, defaults, _ in (re.split(r" \| ", row.strip("| "), maxsplit=2) for row in table.splitlines()):
+        listed |= dict(zip(re.findall(r"`(\w+)`", names), defaults.split(", "), strict=True))
+    inputs = [item for item in pack.nodes["VCAttentionPatch"].GET_SCHEMA().inputs if item.id != "model"]
+    said = {item.id: f"{item.default:g}" if isinstance(item.default, (int, float)) else item.default for item in inputs}
+    assert listed == {**said, "skip_blocks": "none"}
+    assert said["skip_blocks"] == ""
+    assert list(listed) == [item.id for item in inputs]

@@ -117,9 +117,11 @@ def test_head_dims_in_steps(head_dim, served):
     assert refusal == (None if served else f"serves head_dim 64 and 128, not {head_dim}")
 
 
-def test_what_was_seen_is_said_by_family():
-    real = row("new", families=("sm_89", "sm_90"), status="compiled only", seen=(("sm_90", "run on an H200"),))
-    assert [real.status_on(name) for name in ("sm_89", "sm_90")] == ["compiled only", "run on an H200"]
+def test_what_was_seen_is_said_by_family_and_mode():
+    seen = (("sm_90", "run on an H200"), ("4-bit", "emulated"))
+    real = row("new", families=("sm_89", "sm_90"), status="compiled only", seen=seen)
+    assert [real.status_on(name, "8-bit") for name in ("sm_89", "sm_90")] == ["compiled only", "run on an H200"]
+    assert real.status_on("sm_89", "4-bit") == "emulated"
 
 
 # The choice, on made-up rows

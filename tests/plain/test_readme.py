@@ -37,10 +37,15 @@ def test_every_family_and_every_implementation_has_a_line(table):
 
     made = table.support_table()
     for family in FAMILIES:
-        assert f"| {family.cards} | {family.family} | {family.mode} |" in made
+        for mode in (family.mode, *family.other_modes):
+            how = "`auto`" if mode == family.mode else "by hand"
+            assert f"| {family.cards} | {family.family} | {mode}, {how} |" in made
     for row in IMPLEMENTATIONS:
         assert f"`{row.name}`" in made
-        assert row.status in made
+        for family in FAMILIES:
+            for mode in (family.mode, *family.other_modes):
+                if row.families is not None and family.family in row.families and mode in row.modes:
+                    assert f"`{row.name}` {row.status_on(family.family, mode)}" in made
 
 
 def test_speed_table_takes_the_newest_run_and_names_the_baseline(table, monkeypatch, tmp_path):
