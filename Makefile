@@ -5,6 +5,7 @@ COMFYUI_PATH ?=
 COMFYUI_PYTHON ?= $(firstword $(wildcard $(COMFYUI_PATH)/.venv/bin/python $(COMFYUI_PATH)/venv/bin/python \
                     $(COMFYUI_PATH)/../venv/bin/python) $(PYTHON))
 ARGS ?=
+TESTS ?= tests/comfy
 
 # Threads that wait without spinning: on a busy machine the demo and the tests run four times as fast, on an idle
 # one as fast as before.
@@ -16,7 +17,7 @@ IN_VENV := $(VENV)/bin/python
 SHIM := $(CURDIR)/build/shim
 COMFY_TOOLS := $(CURDIR)/build/comfy-tools
 
-.PHONY: help demo demo-comfy lint format test test-gpu test-comfy bench table clean venv-demo venv-test shim
+.PHONY: help demo demo-comfy lint format test test-gpu test-comfy bench table fidelity train clean venv-demo venv-test shim
 
 help:
 	@echo "make demo        render a clip twice, exact and with VC-Attention, into demo/output/ (ARGS='--mode 4-bit')"
@@ -26,7 +27,9 @@ help:
 	@echo "make test-gpu    tests of the GPU kernels, with this machine's python3 and torch"
 	@echo "make test-comfy  tests inside a real ComfyUI (COMFYUI_PATH, COMFYUI_PYTHON)"
 	@echo "make bench       time the GPU kernels against every peer found here, append rows to benchmarks/results/"
-	@echo "make table       draw the README's tables from the rows"
+	@echo "make table       draw the README's and docs/fidelity.md's tables from the rows"
+	@echo "make fidelity    render under every number format on one GPU, append rows, draw docs/fidelity.md"
+	@echo "make train       train the demo's video model on one GPU (PYTHON with torch; ARGS='--minutes 10')"
 	@echo "make clean       remove what these commands made"
 
 venv-demo:
@@ -68,13 +71,21 @@ test-comfy: shim
 	    PYTHONPATH=$(COMFY_TOOLS) $(COMFYUI_PYTHON) -c "import $$tool" 2>/dev/null || \
 	    $(COMFYUI_PYTHON) -m pip install --quiet --upgrade --target $(COMFY_TOOLS) $$tool || exit; done
 	PYTHONPATH=$(SHIM):$(COMFY_TOOLS) PYTHONSAFEPATH=1 REQUIRE=$(or $(REQUIRE),comfy) COMFYUI_PATH=$(COMFYUI_PATH) \
-	    $(COMFYUI_PYTHON) -m pytest tests/comfy $(ARGS)
+	    $(COMFYUI_PYTHON) -m pytest $(TESTS) $(ARGS)
 
 bench: shim
 	PYTHONPATH=$(SHIM) $(PYTHON) benchmarks/bench.py $(ARGS)
 
 table: venv-test
 	$(IN_VENV) benchmarks/table.py
+	$(IN_VENV) benchmarks/fidelity_page.py
+
+fidelity: shim
+	PYTHONPATH=$(SHIM) $(PYTHON) benchmarks/fidelity.py --strip docs/fidelity-strip.png $(ARGS)
+	PYTHONPATH=$(SHIM) $(PYTHON) benchmarks/fidelity_page.py --plots
+
+train:
+	$(PYTHON) training/train.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo/output .pytest_cache .ruff_cache .hypothesis

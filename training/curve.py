@@ -1,0 +1,52 @@
+"""Draws a training's log: the loss, its running mean, and the validation error at each noise level.
+
+python training/curve.py training/results/log.jsonl training/results/loss.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+SMOOTHING = 0.1  # share of a new value in the running mean
+
+
+def read(path: Path) -> list[dict]:
+    """Rows of log.jsonl; of two rows with one step, from a resumed training, the later."""
+    rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return sorted({row["step"]: row for row in rows}.values(), key=lambda row: row["step"])
+
+
+def running_mean(values: list[float]) -> list[float]:
+    mean, means = values[0], []
+    for value in values:
+        mean += SMOOTHING * (value - mean)
+        means.append(mean)
+    return means
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """The curves as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    axes.plot(steps, losses, color="0.8", linewidth=0.8, label="loss, mean of 20 steps")
+    axes.plot(steps, running_mean(losses), color="tab:blue", label="its running mean")
+    checked = [row for row in rows if "validation" in row]
+    for level in checked[-1]["validation"] if checked else ():
+        values = [row["validation"][level] for row in checked]
+        axes.plot([row["step"] for row in checked], values, ".--", linewidth=0.8, label=f"validation, noise {level}")
+    axes.set(yscale="log", xlabel="step", ylabel="mean squared error of the velocity")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    draw(read(Path(sys.argv[1])), Path(sys.argv[2]))
