@@ -1,17 +1,8 @@
-"""How close two clips are: the node pack's own PSNR and SSIM.
-
-Loaded by its path: the repository's root must not be on ``sys.path``, where ``nodes/`` shadows ComfyUI's ``nodes.py``.
-"""
+"""How close two clips are: the node pack's own PSNR and SSIM."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import pack
 
-_spec = importlib.util.spec_from_file_location(
-    "vc_attention_metrics", Path(__file__).resolve().parents[1] / "nodes" / "metrics.py"
-)
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
-
-psnr, ssim = _module.psnr, _module.ssim
+_metrics = pack.load("metrics")
+psnr, ssim = _metrics.psnr, _metrics.ssim

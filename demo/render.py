@@ -12,12 +12,12 @@ TRAIN_TIMESTEPS = 1000.0
 
 @dataclass(frozen=True)
 class Clip:
-    """What is rendered. Sizes are of the latents: Wan turns a frame of 8 x 8 pixels and 4 frames into one."""
+    """What is rendered. Sizes are of the latents: a cell is 4 x 4 pixels of one frame."""
 
-    frames: int = 6
-    height: int = 40
-    width: int = 56
-    steps: int = 20
+    frames: int = 8
+    height: int = 32
+    width: int = 32
+    steps: int = 16
     shift: float = 3.0
     guidance: float = 3.0
     seed: int = 0

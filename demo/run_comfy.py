@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,11 +21,9 @@ import model
 from render import Clip
 from report import quality_line, write_comparison
 from safetensors.torch import load_file, save_file
-from wan_checkpoint import save_wan_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = Path(__file__).parent / "output" / "comfy"
-CHECKPOINT = "vc_attention_demo_wan.safetensors"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,14 +52,14 @@ def _prepare(folder: Path, comfyui: Path, clip: Clip, options: argparse.Namespac
     models = folder / "base" / "models" / "diffusion_models"
     models.mkdir(parents=True)
     (folder / "base" / "custom_nodes").mkdir()
-    save_wan_checkpoint(model.build_transformer(), models / CHECKPOINT)
-    prompt, negative = model.text_embedding(clip.seed)
+    shutil.copy(model.files.MODEL, models)
+    prompt, negative = model.files.prompt_embeddings(options.prompt)
     save_file({"prompt": prompt, "negative": negative}, folder / "texts.safetensors")
     job = {
         "comfyui": str(comfyui),
         "base": str(folder / "base"),
         "pack": str(ROOT),
-        "checkpoint": CHECKPOINT,
+        "checkpoint": model.files.MODEL.name,
         "texts": str(folder / "texts.safetensors"),
         "latents": str(folder / "latents.safetensors"),
         "facts": str(folder / "facts.json"),
@@ -83,7 +82,7 @@ def _widgets(options: argparse.Namespace) -> dict:
         "grouping_window": options.window,
         "refresh_interval": options.interval,
         "implementation": options.implementation,
-        "min_tokens": 1024,  # above the 16 text tokens, below the clip
+        "min_tokens": 1024,  # above the 8 text tokens, below the clip
     }
 
 
@@ -95,7 +94,7 @@ def _compare(latents: dict, facts: dict, clip: Clip, options: argparse.Namespace
         f"ComfyUI {facts['comfyui']}, its own attention ({facts['dtype']})",
         f"with VC Attention Patch, {options.mode}",
         {
-            "clip": {**clip.__dict__, "tokens": clip.tokens, "head_dim": model.HEAD_DIM, "heads": model.HEADS},
+            "clip": {"prompt": options.prompt, **clip.__dict__, "tokens": clip.tokens, **model.attention_sizes()},
             "exact_attention": {"dtype": facts["dtype"], "seconds": facts["exact_s"]},
             "vc_attention": {"seconds": facts["low_bit_s"], **_widgets(options), "summary": facts["summary"]},
             "device": facts["device"],
@@ -117,6 +116,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--window", type=float, default=0.25, help="grouping_window of the node")
     parser.add_argument("--interval", type=int, default=4, help="refresh_interval of the node")
     parser.add_argument("--seed", type=int, default=clip.seed)
+    parser.add_argument("--prompt", choices=model.files.prompt_texts(), default=model.PROMPT, metavar="TEXT")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the picture and the JSON")
     return parser.parse_args(arguments)
 

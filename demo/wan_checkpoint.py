@@ -1,9 +1,10 @@
-"""The seeded transformer as a checkpoint in Wan's own names, as ComfyUI loads them."""
+"""A checkpoint in Wan's own names, as ComfyUI loads it, for diffusers' transformer."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -40,13 +41,20 @@ def wan_name(name: str) -> str:
     raise KeyError(f"no Wan name is known for {name}")
 
 
-def save_wan_checkpoint(transformer, path: Path) -> None:
-    """Write a safetensors file; its metadata names what ComfyUI cannot see from shapes."""
-    from safetensors.torch import save_file
+def read_sizes(path: Path) -> dict[str, int]:
+    """The model's sizes, as training wrote them into the file."""
+    from safetensors import safe_open
 
-    tensors: dict[str, torch.Tensor] = {
-        wan_name(name): tensor.detach().contiguous() for name, tensor in transformer.state_dict().items()
-    }
-    config = transformer.config
-    sizes = {"text_dim": config.text_dim, "num_heads": config.num_attention_heads}
-    save_file(tensors, path, metadata={"config": json.dumps({"transformer": sizes})})
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["sizes"])
+
+
+def read_weights(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The weights under diffusers' ``names``, float32; a tensor that none of them asks for is an error."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    weights = {name: tensors.pop(wan_name(name)).float() for name in names}
+    if tensors:
+        raise KeyError(f"{path} holds tensors that the model has no place for: {sorted(tensors)}")
+    return weights

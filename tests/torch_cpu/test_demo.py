@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -16,8 +17,20 @@ ROOT = Path(__file__).parents[2]
 needs_diffusers = pytest.mark.skipif(
     importlib.util.find_spec("diffusers") is None, reason="needs diffusers, which is not installed"
 )
+RECORDED = ROOT / "tests" / "demo_render.json"
 SMALL = {"frames": 2, "height": 16, "width": 16, "steps": 2}
-DEMO_MODULES = ("metrics", "model", "picture", "render", "report", "run", "run_comfy", "setup_env", "wan_checkpoint")
+DEMO_MODULES = (
+    "metrics",
+    "model",
+    "pack",
+    "picture",
+    "render",
+    "report",
+    "run",
+    "run_comfy",
+    "setup_env",
+    "wan_checkpoint",
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +114,13 @@ def test_the_gain_follows_the_difference(demo, error, gain):
     assert demo("picture").difference_gain(clip, other) == gain
 
 
-def test_color_map_sizes_and_exposure(demo):
-    picture = demo("picture")
+def test_frames_of_latents(demo):
     latents = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(0))
-    fields = picture.color_fields(latents)
-    assert fields.shape == (3, 9, 40, 60)
-    clip = picture.to_bytes(picture.develop(fields, picture.meter(fields)))
-    assert clip.shape == (9, 40, 60, 3)
-    assert abs(float(clip.mean()) - 127.5) < 10
+    frames = demo("picture").develop(latents)
+    assert frames.shape == (3, 32, 48, 3)
+    assert frames.dtype == np.float32
+    assert frames.min() == 0
+    assert frames.max() == 255
 
 
 # Sampler and model
@@ -138,25 +150,44 @@ def test_sampler_follows_a_constant_velocity_and_the_guidance(demo):
 
 
 @needs_diffusers
-def test_the_same_seed_gives_the_same_model_and_another_seed_another(demo):
-    model = demo("model")
-    first, again, other = (model.build_transformer(seed).state_dict() for seed in (1, 1, 2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
+def test_the_trained_clip_is_smooth_and_follows_its_prompt(demo):
+    model, render = demo("model"), demo("render")
+    transformer = model.build_transformer()
+    clip = render.Clip(frames=2, height=16, width=16, steps=8)
+    noise = render.start_noise(clip)
+
+    def colors(text):
+        prompt, negative = model.files.prompt_embeddings(text)
+        frames = demo("picture").develop(render.sample(transformer, noise, prompt, negative, clip))
+        assert np.abs(np.diff(frames, axis=2)).mean() < 20  # noise would be 60
+        return frames.mean((0, 1, 2))
+
+    red, green, blue = colors("snow falls through the night")
+    assert red + green + blue < 3 * 128
+    red, _, blue = colors("a pinwheel turns before orange stripes")
+    assert red > blue + 40
 
 
 @needs_diffusers
-def test_the_same_seed_gives_the_same_clip_free_of_noise(demo):
+def test_diffusers_renders_the_recorded_clip(demo):
+    """The recording is made here (RECORD_DEMO=1, after a training); ComfyUI is held to it too."""
     model, render = demo("model"), demo("render")
-    transformer = model.build_transformer()
-    prompt, negative = model.text_embedding(0)
-    clip = render.Clip(frames=2, height=16, width=16, steps=8)
-    noise = render.start_noise(clip)
-    latents = render.sample(transformer, noise, prompt, negative, clip)
-    assert torch.equal(latents, render.sample(transformer, noise, prompt, negative, clip))
-    neighbours = latents[..., 1::2] - latents[..., 0::2]
-    assert neighbours.std() < 0.1 * latents.std()
-    assert latents[:, model.SEED_CHANNELS :].std() > 0.5
+    clip = render.Clip(frames=2, height=16, width=16, steps=6, seed=1)
+    prompt, negative = model.files.prompt_embeddings(model.PROMPT)
+    latents = render.sample(model.build_transformer(), render.start_noise(clip), prompt, negative, clip)
+    means = demo("picture").develop(latents).reshape(2, 8, 8, 8, 8, 3).mean((2, 4)) / 255
+    if os.environ.get("RECORD_DEMO"):
+        recorded = {
+            "prompt": model.PROMPT,
+            "size": {"width": 64, "height": 64, "frames": 2, "batch_size": 1},
+            **{name: getattr(clip, name) for name in ("steps", "shift", "guidance", "seed")},
+            "cell": 8,
+            "tolerance": 0.02,
+            "means": means.round(4).tolist(),
+        }
+        RECORDED.write_text(json.dumps(recorded) + "\n", encoding="utf-8")
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    assert np.abs(means - np.array(recorded["means"])).max() < recorded["tolerance"]
 
 
 @needs_diffusers
@@ -171,6 +202,19 @@ def test_every_parameter_has_one_wan_name(demo):
         demo("wan_checkpoint").wan_name("blocks.0.attn2.add_k_proj.weight")
 
 
+def test_a_left_over_tensor_is_an_error(demo, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"head.modulation": torch.zeros(1), "stray": torch.zeros(1)}, tmp_path / "file.safetensors")
+    with pytest.raises(KeyError, match="stray"):
+        demo("wan_checkpoint").read_weights(tmp_path / "file.safetensors", ["scale_shift_table"])
+
+
+def test_an_unknown_prompt_names_the_known_ones(demo):
+    with pytest.raises(ValueError, match="pinwheel"):
+        demo("model").files.prompt_embeddings("a cat")
+
+
 @needs_diffusers
 @pytest.mark.parametrize(("mode", "dtype"), [("8-bit", "float32"), ("4-bit", "float32"), ("8-bit", "bfloat16")])
 def test_the_whole_run(demo, tmp_path, mode, dtype, capsys):
@@ -181,17 +225,18 @@ def test_the_whole_run(demo, tmp_path, mode, dtype, capsys):
     result = json.loads((tmp_path / "result.json").read_text())
     served = result["vc_attention"]
     assert (served["mode"], served["implementation"]) == (mode, "reference")
-    assert served["served"] == served["calls"] == 3 * 2 * 2  # layers, steps, prompts
-    assert served["groupings"] == 3 * 2  # layers, prompts: one of the two steps is in the window
+    assert served["served"] == served["calls"] == 6 * 2 * 2  # layers, steps, prompts
+    assert served["groupings"] == 6 * 2  # layers, prompts: one of the two steps is in the window
     assert not served["declined"]
     assert result["exact_attention"]["dtype"] == dtype
-    assert 15 < result["quality"]["psnr_db"] < 80
-    assert 0.5 < result["quality"]["ssim"] <= 1
-    assert "not trained" in result["what"]
+    # On these sizes 40.5, 27.6 and 39.4 dB were measured.
+    assert (35 if mode == "8-bit" else 23) < result["quality"]["psnr_db"] < 80
+    assert (0.97 if mode == "8-bit" else 0.85) < result["quality"]["ssim"] <= 1
+    assert result["clip"]["prompt"] == demo("model").PROMPT
     image = demo("picture").Image
     with image.open(tmp_path / "strip.png") as strip:
-        assert strip.width > 4 * 10 * SMALL["width"] // 2
-        assert strip.height > 3 * 10 * SMALL["height"] // 2
+        assert strip.width > 4 * 8 * SMALL["width"]
+        assert strip.height > 3 * 8 * SMALL["height"]
     with image.open(tmp_path / "clip.webp") as clip:
         assert clip.n_frames > 1
 
