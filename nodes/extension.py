@@ -7,11 +7,12 @@ import logging
 from comfy_api.latest import ComfyExtension, io
 
 from .compare_node import VCAttentionCompare
+from .demo_nodes import DEMO_NODES
 from .patch import VCAttentionPatch
 from .report_node import VCAttentionReport
 from .routes import add_routes
 
-NODES = (VCAttentionPatch, VCAttentionReport, VCAttentionCompare)
+NODES = (VCAttentionPatch, VCAttentionReport, VCAttentionCompare, *DEMO_NODES)
 
 log = logging.getLogger("VC Attention")
 

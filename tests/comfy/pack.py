@@ -11,7 +11,17 @@ from pathlib import Path
 
 # PACK_SOURCE: test another checkout with these tests, for example a copy broken on purpose.
 REPOSITORY = Path(os.environ.get("PACK_SOURCE") or Path(__file__).resolve().parents[2])
-PARTS = ("__init__.py", "nodes", "kernels", "web", "locales", "workflows", "pyproject.toml", "requirements.txt")
+PARTS = (
+    "__init__.py",
+    "nodes",
+    "kernels",
+    "web",
+    "locales",
+    "workflows",
+    "demo/weights",
+    "pyproject.toml",
+    "requirements.txt",
+)
 NODE_ID = "VCAttentionPatch"
 
 

@@ -3,6 +3,8 @@
 In the repository's root, with ComfyUI's Python (playwright and Chromium needed):
 
     COMFYUI_PATH=~/ComfyUI PYTHONPATH=build/comfy-tools ~/ComfyUI/venv/bin/python -m tests.comfy.browser.build_workflows
+
+All of them, or those named on the command line.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ def main() -> int:
     if reason is not None:
         print(reason, file=sys.stderr)
         return 2
-    described = {name: make() for name, make in graphs.GRAPHS.items()}
+    described = {name: graphs.GRAPHS[name]() for name in sys.argv[1:] or graphs.GRAPHS}
     with tempfile.TemporaryDirectory(prefix="vc-attention-workflows-") as folder:
         models = Path(folder) / "names"
+        models.mkdir()
         for graph in described.values():
             stand_ins.write_names(graphs.files(graph), models)
         comfyui = Path(os.environ["COMFYUI_PATH"]).resolve()

@@ -591,11 +591,103 @@ def minimax_h3() -> dict:
     }
 
 
+# The demo model -----------------------------------------------------------------------------------------------------
+
+
+def tiny() -> dict:
+    """Renders on any machine without a download: every file lies in the pack."""
+    about = (
+        "## A tiny video model with VC Attention\n\n"
+        "Queue it: nothing has to be fetched. The model (7 million weights, 14 MB) lies in this pack and was trained "
+        "by the project on clips that a program draws. It knows twelve prompts; choose one.\n\n"
+        "16 frames of 128 x 128 are 4,096 tokens per call of attention. On a CPU a render takes some minutes, most "
+        "of it in the reference implementation."
+    )
+    where = (
+        "`implementation` is `reference` here: the same numbers in plain PyTorch, on any machine, slowly. On a "
+        "supported NVIDIA GPU set it to `auto`."
+    )
+    columns = [
+        [
+            column(
+                None,
+                480,
+                note("about", "About this workflow", about, 250),
+                note("about_node", "VC Attention Patch", ABOUT_NODE.format(where=where), 360),
+            )
+        ],
+        [
+            column(
+                "1 Model, prompt and size",
+                400,
+                node("model", "VCAttentionDemoModel"),
+                node("prompt", "VCAttentionDemoPrompt", prompt="fish swim through green water"),
+                node("latent", "VCAttentionDemoLatent", width=128, height=128, frames=16, batch_size=1),
+            )
+        ],
+        [
+            column(
+                "2 Patch and sampling",
+                340,
+                node("shift", "ModelSamplingSD3", None, shift=3.0),
+                node(
+                    "patch",
+                    "VCAttentionPatch",
+                    color="green",
+                    mode="8-bit",
+                    implementation="reference",
+                    min_tokens=1024,
+                ),
+                node(
+                    "sampler",
+                    "KSampler",
+                    None,
+                    seed=0,
+                    control_after_generate="fixed",
+                    steps=20,
+                    cfg=3.0,
+                    sampler_name="euler",
+                    scheduler="simple",
+                    denoise=1.0,
+                ),
+                color="#3f789e",
+            )
+        ],
+        [
+            column(
+                "3 Video",
+                420,
+                node("decode", "VCAttentionDemoDecode"),
+                node("video", "CreateVideo", fps=16.0),
+                node("save", "SaveVideo", filename_prefix="video/tiny_VC", tall=420),
+            )
+        ],
+    ]
+    links = [
+        ("model", "model", "shift", "model"),
+        ("shift", "MODEL", "patch", "model"),
+        ("patch", "MODEL", "sampler", "model"),
+        ("prompt", "positive", "sampler", "positive"),
+        ("prompt", "negative", "sampler", "negative"),
+        ("latent", "latent", "sampler", "latent_image"),
+        ("sampler", "LATENT", "decode", "latent"),
+        ("decode", "frames", "video", "images"),
+        ("video", "VIDEO", "save", "video"),
+    ]
+    return {
+        "name": "Tiny model, no download",
+        "facts": "128 x 128, 16 frames, any machine",
+        "columns": columns,
+        "links": links,
+    }
+
+
 GRAPHS = {
     "wan2_2_14B_t2v": lambda: wan22("t2v"),
     "wan2_2_14B_i2v": lambda: wan22("i2v"),
     "hunyuan_video_1_5_720p_t2v": hunyuan15,
     "minimax_h3_t2v": minimax_h3,
+    "tiny": tiny,
 }
 
 
