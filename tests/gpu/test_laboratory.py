@@ -1,0 +1,36 @@
+"""The laboratory's GPU emulation computes what its plain torch twin does, for every format."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from vc_attention import group_values
+from vc_attention.testing import clustered_qkv, relative_l2
+
+pytestmark = pytest.mark.gpu
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+KINDS = ("SIXTEEN_BIT", "PLAIN_FP8", "SAGE_ATTENTION_2", "COMFY_INT8", "OURS_8BIT", "OURS_PRECISE", "OURS_4BIT")
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("grid", [(4, 8, 8), (5, 8, 11)], ids=["whole blocks", "short last block"])
+@pytest.mark.parametrize("demean", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_emulation_on_the_gpu_is_the_plain_torch_one(kind, demean, grid, dtype):
+    from laboratory import formats
+    from laboratory.attend_torch import attend_torch
+    from laboratory.attend_triton import attend_triton
+    from laboratory.operands import prepare
+
+    kinds = getattr(formats, kind)
+    q, k, v = clustered_qkv(grid, heads=2, dtype=dtype, device="cuda")
+    operands = prepare(q, k, v, kinds, group_values(v).permutation, demean)
+    # What is left is the order of additions and, where a code is a tie away, another code.
+    limit = 3e-3 if kinds.probabilities in ("16-bit", "expcast", "nvfp4") else 1e-3
+    assert relative_l2(attend_triton(operands, kinds), attend_torch(operands, kinds)) < limit
