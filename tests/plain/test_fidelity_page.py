@@ -1,0 +1,98 @@
+"""docs/fidelity.md is filled from rows: the page and the rows agree, and the arithmetic of its tables is right."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def page():
+    spec = importlib.util.spec_from_file_location("vc_fidelity_page", ROOT / "benchmarks" / "fidelity_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(settings, psnr, operation="renders", model="m", **more):
+    plan = {"order": "k-means", "window": [0.0, 0.25], "interval": 4, "warm": True}
+    measured = {"psnr_mean": sum(psnr) / len(psnr), "each": {"psnr": psnr, "latent_error": [0.1] * len(psnr)}}
+    head = {"operation": f"fidelity_{operation}", "settings": settings, "model": model, "family": "8-bit", "plan": plan}
+    return head | measured | more
+
+
+def test_page_is_what_the_rows_say(page, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fidelity_page.py", "--check"])
+    assert page.main() == 0, "run `make table`"
+
+
+def test_a_changed_row_is_noticed(page, monkeypatch, tmp_path):
+    rows = page.read(page.ROWS)
+    last = [each for each in rows if each["operation"] == "fidelity_renders"][-1]
+    last["psnr_mean"] += 1
+    changed = tmp_path / "fidelity.jsonl"
+    changed.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    monkeypatch.setattr(page, "ROWS", changed)
+    monkeypatch.setattr(sys, "argv", ["fidelity_page.py", "--check"])
+    assert page.main() == 1
+
+
+def test_the_main_table_has_the_wanted_clips(page):
+    renders = page.of(page.newest(page.read(page.ROWS)), "renders")
+    assert {each["clips"] for each in renders} == {72}
+    assert all(len(each["each"]["psnr"]) == each["clips"] for each in renders)
+
+
+def test_pictures_of_the_page_exist(page):
+    text = page.PAGE.read_text(encoding="utf-8")
+    pictures = [part.partition(")")[0] for part in text.split("](")[1:]]
+    assert pictures
+    for picture in pictures:
+        assert (page.DOCS / picture).is_file()
+
+
+def test_newest_takes_the_last_row_of_the_last_model(page):
+    rows = [row("a", [1.0], model="old"), row("a", [2.0]), row("a", [3.0]), row("b", [4.0], "schedule", model="old")]
+    assert [each["psnr_mean"] for each in page.newest(rows)] == [3.0, 4.0]
+    assert [each["psnr_mean"] for each in page.earlier(rows)] == [1.0]
+
+
+def test_targets_compare_the_same_clips(page):
+    rows = [row("8-bit", [30.0, 42.0]), row("8-bit, means stay", [29.0, 39.0])]
+    assert "| +1.0 dB | +2.00 ± 1.00 dB | 2 of 2 | +0.00 dB | met |" in page.targets_table(rows)
+    rows[0]["each"]["psnr"] = [29.1, 39.1]
+    assert "| 2 of 2 | +0.00 dB | missed |" in page.targets_table(rows)
+
+
+def test_a_target_out_of_reach_by_less_than_two_errors_says_so(page):
+    rows = [row("8-bit", [29.0, 40.0]), row("8-bit, means stay", [29.0, 39.0])]
+    assert "+0.50 ± 0.50 dB | 1 of 2 | +0.00 dB | missed, within the error |" in page.targets_table(rows)
+
+
+def test_cost_counts_one_cold_grouping_and_the_rest_warm(page):
+    times = {("regroup_extra", "cold"): 2.0, ("regroup_extra", "warm"): 1.0, ("complete_call", "held grouping"): 10.0}
+    speed = [
+        {"operation": name, "settings": settings, "implementation": "cuda", "shape": [1, 40, 75600, 128], "ms_p50": ms}
+        for (name, settings), ms in times.items()
+    ]
+    plan = {"order": "k-means", "window": [0.0, 0.25], "interval": 4, "warm": True}
+    assert page.refreshes(plan, 40) == 3
+    assert page.grouping_cost(plan, speed) == "1.00%"
+    assert page.grouping_cost(plan | {"warm": False}, speed) == "1.50%"
+    assert page.grouping_cost(plan | {"order": "sequence"}, speed) == "0"
+
+
+def test_rank_correlation_looks_at_the_order_only(page):
+    assert page.rank_correlation([1.0, 2.0, 30.0], [5.0, 6.0, 7.0]) == pytest.approx(1.0)
+    assert page.rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+
+
+def test_share_and_gain_of_the_values(page):
+    errors = {"x, only Q and K": 0.3, "x, only P": 0.0, "x, only V": 0.4, "x, only V, V-Smooth": 0.2}
+    errors |= {"x, means stay": 0.5, "x": 0.25}
+    made = page.operands_table([{"errors": {name: [[value, None]] for name, value in errors.items()}}])
+    assert "| x | 0.3000 | 0.0000 | 0.4000 | 0.2000 | 0.5000 | 0.2500 | 64% | +6.02 dB |" in made
