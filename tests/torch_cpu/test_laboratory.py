@@ -15,6 +15,8 @@ from vc_attention.attend.reference import attend4, attend8, attend8_precise
 from vc_attention.quantize.reference import quantize4, quantize8, quantize8_precise
 from vc_attention.testing import clustered_qkv, relative_l2
 
+from .triton_compile import skip_without_triton
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -211,7 +213,7 @@ def test_titles_name_one_row_each():
 
 
 def test_the_gpu_emulation_interpreted_is_the_plain_torch_one():
-    pytest.importorskip("triton", reason="needs triton, which is not installed")
+    skip_without_triton()
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -6,9 +6,9 @@ import pytest
 from vc_attention.attend.triton4 import SETTINGS
 from vc_attention.quantize.triton4 import BIAS, BIAS_ROWS, HEAD_DIMS, NATIVE_FAMILIES, PREPARE
 
-from .triton_compile import SHARED_BYTES, check_counts, compile_for
+from .triton_compile import SHARED_BYTES, check_counts, compile_for, skip_without_triton
 
-pytest.importorskip("triton", reason="needs Triton, which is not installed")
+skip_without_triton()
 
 PRODUCT_PTX = "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
 PRODUCT = r"\bOMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X\b"

@@ -9,9 +9,9 @@ from vc_attention.attend.triton8 import SETTINGS, sums_by_dot
 from vc_attention.group.triton import ASSIGN, UPDATE
 from vc_attention.quantize.triton8 import SETTINGS as PREPARE_SETTINGS
 
-from .triton_compile import SHARED_BYTES, check_counts, compile_for
+from .triton_compile import SHARED_BYTES, check_counts, compile_for, skip_without_triton
 
-pytest.importorskip("triton", reason="needs Triton, which is not installed")
+skip_without_triton()
 
 FAMILY_NAMES = [row.family for row in FAMILIES]
 WORDS = r"LDG\.E\.128|LDGSTS\.E\.BYPASS\.(LTC128B\.)?128"  # rows are read 16 bytes at a time

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="needs Triton, which is not installed")
+from .triton_compile import skip_without_triton
+
+skip_without_triton()
 
 ROOM = Path(__file__).parents[1] / "interpreted"
 MODULES = sorted(path.name for path in ROOM.glob("test_*.py"))

@@ -16,11 +16,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import pytest
+from vc_attention.triton_support import why_missing
+
 COUNTS = Path(__file__).with_name("triton_counts.json")
 # Shared memory that one program may have (CUDA programming guide, compute capabilities).
 SHARED_BYTES = {"sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10}
 SHARED_BYTES |= {"sm_120": 99 << 10, "sm_121": 99 << 10}
 GROWTH = 1.02  # ptxas may schedule a little differently
+
+
+def skip_without_triton() -> None:
+    """Skip the test, or the module that is being imported, where Triton is missing or too old; it says which."""
+    reason = why_missing()
+    if reason is not None:
+        pytest.skip(reason, allow_module_level=True)
 
 
 @dataclass(frozen=True)
