@@ -102,7 +102,8 @@ def _speed_table(rows: list[dict]) -> str:
         return ""
     head = rows[0]
     heading = (
-        f"{head['gpu']}, {head['date'][:10]}, driver {head['driver']}, torch {head['torch']}, commit {head['commit']}; "
+        f"{head['gpu']}, {head['date'][:10]}, driver {head['driver']}, torch {head['torch']}, commit {head['commit']}"
+        f"{' and changes' if head.get('dirty') else ''}; "
         f"one interleaved run, bf16 in and out, ComfyUI's layout. Times are of a complete call; in brackets the factor "
         f"over {PEERS[BASELINE]}. Error: relative L2 against float32 on random normal inputs, first column's shape."
     )

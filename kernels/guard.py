@@ -71,6 +71,7 @@ def self_test(device, dtype, mode: str = EIGHT_BIT) -> str | None:
     """Run the Hopper kernels of ``mode`` on a small case on ``device``: None, or what is wrong and by how much."""
     import torch
 
+    from .group.check import CLUSTERS, ITERATIONS, grouping_fault
     from .group.cuda import group_cuda
     from .testing import clustered_qkv
 
@@ -85,10 +86,10 @@ def self_test(device, dtype, mode: str = EIGHT_BIT) -> str | None:
     ):
         q, k, v = clustered_qkv((3, 24, 33), heads=2, dtype=dtype, device=device)  # 19 tiles, the last one short
         q = q[:, :, :200]
-        permutation, _ = group_cuda(v, None, 16, 2)
-        fault = _grouping_fault(v, permutation)
+        permutation, _ = group_cuda(v, None, CLUSTERS, ITERATIONS)
+        fault = grouping_fault(v, permutation)
         if fault is not None:  # positions outside the sequence would fault in the preparation
-            return fault
+            return f"grouping: {fault}"
         operands = kernels.prepare(q, k, v, scale=0.1, permutation=permutation)
         expected = kernels.prepare_reference(q, k, v, scale=0.1, permutation=permutation)
         return _operand_fault(operands, expected) or _output_fault(kernels, operands, q)
@@ -113,20 +114,6 @@ def _kernels(mode: str) -> _Kernels:
         attend = precise_cuda.attend_precise_cuda, precise.attend_precise
         return _Kernels(prepare_cuda.prepare_precise, precise_operands, *attend)
     return _Kernels(prepare_cuda.prepare, hopper_operands, cuda.attend_cuda, hopper.attend_hopper)
-
-
-def _grouping_fault(v, permutation) -> str | None:
-    import torch
-
-    from .group.blocks import removed_energy
-    from .group.reference import group_reference
-
-    order = torch.arange(v.shape[2], device=v.device, dtype=permutation.dtype).expand_as(permutation)
-    if not torch.equal(permutation.sort(-1).values, order):
-        return "grouping: not a permutation"
-    expected, _ = group_reference(v, None, 16, 2)
-    lost = (removed_energy(v, expected) - removed_energy(v, permutation)).max().item()
-    return f"grouping: {lost:.3f} less block energy removed, allowed 0.02" if lost > 0.02 else None
 
 
 def _operand_fault(operands, expected) -> str | None:

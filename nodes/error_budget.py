@@ -57,8 +57,7 @@ class ErrorBudget:
             if error <= budget(mode):
                 return None
             reason = self._excluded[layer] = too_far(mode)
-        name = "block" if layer.block_type is None else f"{layer.block_type} block"
-        log.warning("VC Attention: %s %d keeps its attention: error %.0f %%", name, layer.block, 100 * error)
+        log.warning("VC Attention: %s keeps its attention: error %.0f %%", layer.text, 100 * error)
         return reason
 
     def worst(self) -> tuple[Layer, float] | None:

@@ -68,6 +68,11 @@ class Layer(NamedTuple):
         """The block's number; the ordinal where the model numbers none (MiniMax-H3 in ComfyUI 0.33)."""
         return self.ordinal if self.block_index is None else self.block_index
 
+    @property
+    def text(self) -> str:
+        """For a person: ``double block 3``."""
+        return f"block {self.block}" if self.block_type is None else f"{self.block_type} block {self.block}"
+
 
 class Place(NamedTuple):
     """A block of the model at a step of the schedule; None where the call or the model does not say."""

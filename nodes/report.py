@@ -108,8 +108,7 @@ def _error(run: RunState) -> list[str]:
     if worst is None:
         return []
     layer, error = worst
-    name = "block" if layer.block_type is None else f"{layer.block_type} block"
-    return [f"largest sampled error of an attention output {error:.1%} ({name} {layer.block})"]
+    return [f"largest sampled error of an attention output {error:.1%} ({layer.text})"]
 
 
 def _time(run: RunState) -> str:
