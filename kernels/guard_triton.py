@@ -12,6 +12,7 @@ from importlib import import_module
 
 from . import triton_support
 from .errors import KernelUnavailable
+from .guard import HOW_TO_REPORT
 
 log = logging.getLogger("vc_attention")
 
@@ -20,7 +21,6 @@ SELF_TESTS = {
     "triton4": ".attend.self_test4",
     "grouping": ".group.self_test",
 }
-HOW_TO_REPORT = "please report what `python -m kernels` prints in the folder of this package"
 
 _lock = threading.Lock()
 _verdicts: dict[tuple, str | None] = {}
@@ -81,6 +81,8 @@ def _verdict(name: str, device, dtype) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if "out of memory" in str(error):  # from the driver, in Triton's words: no verdict on the kernels
+            raise torch.OutOfMemoryError(str(error)) from error
         log.exception("VC Attention's Triton kernels do not run on %s", card)
         sentence = " ".join(str(error).split())[:200]
         return f"does not compile or run here ({type(error).__name__}: {sentence}); {HOW_TO_REPORT}"

@@ -117,8 +117,13 @@ def test_a_kernel_that_does_not_compile_is_one_sentence(ready_machine):
     assert len(reason) < 500
 
 
-def test_out_of_memory_is_no_verdict(ready_machine):
-    ready_machine.error = torch.OutOfMemoryError("no memory")
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no memory"), RuntimeError("Triton Error [CUDA]: out of memory")],
+    ids=["torch", "driver"],
+)
+def test_out_of_memory_is_no_verdict(ready_machine, error):
+    ready_machine.error = error
     with pytest.raises(torch.OutOfMemoryError):
         guard_triton.why_triton8_is_unavailable(CUDA, "bfloat16")
     ready_machine.error = None
