@@ -16,7 +16,7 @@ from .formats import Formats
 from .operands import prepare
 from .orders import balanced, cube_order
 from .renders import attend
-from .variants import CHANNEL_ROW_MAXIMUM, OURS, ROW_MAXIMUM
+from .variants import AT_6, CHANNEL_ROW_MAXIMUM, OURS, PRECISE, ROW_MAXIMUM
 
 CLUSTER_COUNTS = (8, 16, 32, 64, 128, 256, 512)
 OUTLIER = 3.0  # times the median norm of a head's tokens
@@ -50,10 +50,12 @@ def error_probes() -> dict[str, Callable[[Call], Tensor]]:
         "SageAttention2's formats": formats.SAGE_ATTENTION_2,
         "ComfyUI's INT8 formats": formats.COMFY_INT8,
     }
+    whole[PRECISE] = formats.OURS_PRECISE
     whole[CHANNEL_ROW_MAXIMUM] = formats.COMFY_INT8.but(probabilities="u8")
     made = {name: with_formats(kinds) for name, kinds in whole.items()}
     ours = dict(OURS)
-    ours[ROW_MAXIMUM] = formats.OURS_PRECISE.but(probabilities="u8")
+    ours[ROW_MAXIMUM] = formats.INT8_THROUGHOUT.but(probabilities="u8")
+    ours[AT_6] = formats.NVFP4_AT_6
     for name, kinds in ours.items():
         made[name] = with_formats(kinds, smooth=True)
         made[f"{name}, means stay"] = with_formats(kinds)

@@ -74,8 +74,14 @@ class Variant:
     precision: str = "float16"
 
 
-OURS = {"8-bit": formats.OURS_8BIT, "8-bit precise": formats.OURS_PRECISE, "4-bit": formats.OURS_4BIT}
-ROW_MAXIMUM = "8-bit precise, u8 of the row's maximum"
+PRECISE = "8-bit precise"
+OURS = {
+    "8-bit": formats.OURS_8BIT,
+    "INT8 throughout": formats.INT8_THROUGHOUT,
+    "4-bit": formats.OURS_4BIT,
+}
+AT_6 = "4-bit, largest at 6"
+ROW_MAXIMUM = "INT8 throughout, u8 of the row's maximum"
 CHANNEL_ROW_MAXIMUM = "INT8 by channel, u8 of the row's maximum"
 OTHERS = {
     "plain FP8": formats.PLAIN_FP8,
@@ -91,9 +97,11 @@ def render_variants() -> list[Variant]:
         Variant("bf16 in the place of fp16", "control", precision="bfloat16"),
         Variant("16 bit, start noise + 0.001", "control", start_noise=1e-3),
         *(Variant(name, "others", kinds) for name, kinds in OTHERS.items()),
+        Variant(PRECISE, "8-bit", formats.OURS_PRECISE),
         *(variant for name, kinds in OURS.items() for variant in _with_and_without(name, kinds)),
+        *_with_and_without(AT_6, formats.NVFP4_AT_6),
         Variant(CHANNEL_ROW_MAXIMUM, "study", formats.COMFY_INT8.but(probabilities="u8")),
-        *_with_and_without(ROW_MAXIMUM, formats.OURS_PRECISE.but(probabilities="u8")),
+        *_with_and_without(ROW_MAXIMUM, formats.INT8_THROUGHOUT.but(probabilities="u8")),
         Variant("8-bit, CUDA kernel", "8-bit", formats.OURS_8BIT, Plan(), kernel="cuda"),
     ]
 

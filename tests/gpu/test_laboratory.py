@@ -10,7 +10,8 @@ from vc_attention.testing import clustered_qkv, relative_l2
 pytestmark = pytest.mark.gpu
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-KINDS = ("SIXTEEN_BIT", "PLAIN_FP8", "SAGE_ATTENTION_2", "COMFY_INT8", "OURS_8BIT", "OURS_PRECISE", "OURS_4BIT")
+KINDS = ("SIXTEEN_BIT", "PLAIN_FP8", "SAGE_ATTENTION_2", "COMFY_INT8")
+KINDS += ("OURS_8BIT", "OURS_PRECISE", "INT8_THROUGHOUT", "OURS_4BIT", "NVFP4_AT_6")
 
 
 @pytest.fixture(autouse=True)

@@ -60,20 +60,32 @@ def test_8bit_emulation_is_the_reference(call, probabilities, demean):
 
 @pytest.mark.parametrize("demean", [True, False])
 def test_precise_emulation_is_the_reference(call, demean):
-    from laboratory.formats import OURS_PRECISE
+    from laboratory.formats import INT8_THROUGHOUT
 
     q, k, v, permutation = call
     expected = attend8_precise(quantize8_precise(q, k, v, permutation, demean), q.shape[-1] ** -0.5)
-    assert relative_l2(emulated(call, OURS_PRECISE, demean), expected) < 2e-3
+    assert relative_l2(emulated(call, INT8_THROUGHOUT, demean), expected) < 2e-3
 
 
 @pytest.mark.parametrize("demean", [True, False])
 def test_4bit_emulation_is_the_reference(call, demean):
-    from laboratory.formats import OURS_4BIT
+    from laboratory.formats import NVFP4_AT_6
 
     q, k, v, permutation = call
     expected = attend4(quantize4(q, k, v, permutation, demean), q.shape[-1] ** -0.5)
-    assert relative_l2(emulated(call, OURS_4BIT, demean), expected) < 2e-3
+    assert relative_l2(emulated(call, NVFP4_AT_6, demean), expected) < 2e-3
+
+
+def test_a_choice_of_4_or_6_takes_the_smaller_error_of_each_group():
+    from laboratory.operands import nvfp4_numbers, squared_error
+
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3)) * 100
+    exact = x.unflatten(-1, (-1, 16))
+    at_6, at_4, either = (nvfp4_numbers(x, tops).view_as(exact) for tops in ((6.0,), (4.0,), (6.0, 4.0)))
+    least = torch.minimum(squared_error(at_6, exact), squared_error(at_4, exact))
+    assert torch.equal(squared_error(either, exact), least)
+    assert (either != at_6).any()
+    assert (either != at_4).any()
 
 
 def test_16bit_emulation_is_exact_attention(call):
@@ -224,7 +236,7 @@ from laboratory.attend_triton import attend_triton
 from laboratory.operands import prepare
 from vc_attention.testing import clustered_qkv, relative_l2
 q, k, v = clustered_qkv((2, 9, 8), heads=1, dtype=torch.float16)
-for kind in ("SIXTEEN_BIT", "PLAIN_FP8", "OURS_8BIT", "OURS_PRECISE", "OURS_4BIT"):
+for kind in ("SIXTEEN_BIT", "PLAIN_FP8", "OURS_8BIT", "INT8_THROUGHOUT", "OURS_4BIT"):
     kinds = getattr(formats, kind)
     for demean in (True, False):
         operands = prepare(q, k, v, kinds, None, demean)
