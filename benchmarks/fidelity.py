@@ -35,7 +35,6 @@ CLIPS = {
     "schedule": ClipSet(prompts=12, seeds=1, batch=12),
     "long": ClipSet(prompts=4, seeds=1, size=(64, 128, 128), batch=4),
     "probes": ClipSet(prompts=12, seeds=1, batch=12),
-    "short": ClipSet(prompts=2, seeds=1, size=(8, 128, 128), steps=8, batch=2),
 }
 QUICK = {name: ClipSet(1, 2, size=(4, 64, 64), steps=2, batch=2) for name in CLIPS}
 VARIANTS: dict[str, Callable[[], list[Variant]]] = {
@@ -46,7 +45,6 @@ VARIANTS: dict[str, Callable[[], list[Variant]]] = {
 }
 STRIP = ("16 bit, start noise + 0.001", "plain FP8", "8-bit", "4-bit", "4-bit, means stay")
 VALUE_STEPS = 6  # steps at which the values are looked at, spread over the render
-SHORT_STEPS = 3  # steps at which "short" looks at errors
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ def _matches(variant: Variant, texts: str) -> bool:
 def made(studio: Studio, baselines: Baselines, job: Job, clips: ClipSet, strip: Strip | None) -> dict:
     """The row of one job."""
     if job.variant is None:
-        return probe_row(studio, clips, job.kind)
+        return probe_row(studio, clips)
     latents = studio.render(clips, job.variant)
     expected_latents, expected = baselines.of(clips)
     frames = studio.decode(latents)
@@ -173,19 +171,17 @@ def measured(values: dict[str, list[float]]) -> dict:
     return made | {"each": {name: [float(f"{value:.5g}") for value in each] for name, each in values.items()}}
 
 
-def probe_row(studio: Studio, clips: ClipSet, kind: str) -> dict:
-    """Errors of every layer of a 16-bit render and its value statistics; "short" looks at few errors, for a CPU."""
-    every = kind == "probes"
-    value_steps = spread_steps(VALUE_STEPS, clips.steps) if every else set()
-    error_steps = set(range(clips.steps)) if every else spread_steps(SHORT_STEPS, clips.steps)
-    watch = Watch(clips.grid, clips.clips, error_steps, value_steps)
+def probe_row(studio: Studio, clips: ClipSet) -> dict:
+    """Errors of every layer and step of a 16-bit render, and its value statistics at some."""
+    value_steps = spread_steps(VALUE_STEPS, clips.steps)
+    watch = Watch(clips.grid, clips.clips, set(range(clips.steps)), value_steps)
     studio.render(clips, watch=watch)
 
     def table(found: dict[tuple[int, int], float]) -> list[list[float | None]]:
         return [[_rounded(found.get((layer, step))) for step in range(clips.steps)] for layer in range(studio.layers)]
 
     return {
-        "operation": f"fidelity_{kind}",
+        "operation": "fidelity_probes",
         "implementation": "emulated",
         "settings": "prompt rows of a 16-bit render; k-means cold at every call",
         **clips.row(),

@@ -25,7 +25,7 @@ SCHEDULE_STEPS = 40  # of the cost column: Wan2.2's
 TARGETS = (
     # what, variant, against, dB wanted
     ("V-Smooth in 8 bit", "8-bit", "8-bit, means stay", 1.0),
-    ("V-Smooth in 8 bit, precise", "8-bit precise", "8-bit precise, means stay", 1.0),
+    ("V-Smooth in INT8 throughout", "INT8 throughout", "INT8 throughout, means stay", 1.0),
     ("V-Smooth in 4 bit", "4-bit", "4-bit, means stay", 2.0),
     ("8-bit against SageAttention2's formats", "8-bit", "SageAttention2's formats", 0.0),
     ("8-bit precise against ComfyUI's INT8 formats", "8-bit precise", "ComfyUI's INT8 formats", 0.0),
@@ -61,9 +61,10 @@ def newest(rows: list[dict]) -> list[dict]:
 
 
 def earlier(rows: list[dict]) -> list[dict]:
-    """The renders of other models than the newest."""
+    """The renders of the model before the newest."""
     renders = of(rows, "renders")
-    return [row for row in renders if row["model"] != renders[-1]["model"]]
+    others = [row for row in renders if row["model"] != renders[-1]["model"]]
+    return [row for row in others if row["model"] == others[-1]["model"]]
 
 
 def fill(text: str, all_rows: list[dict], speed: list[dict]) -> str:
@@ -80,8 +81,7 @@ def fill(text: str, all_rows: list[dict], speed: list[dict]) -> str:
         "schedule": schedule_table(of(rows, "schedule"), speed),
         "layers": layers_table(of(rows, "probes")),
         "operands": operands_table(of(rows, "probes")),
-        "short": operands_table(of(rows, "short")),
-        "short-whole": whole_table(of(rows, "short")),
+        "whole": whole_table(of(rows, "probes")),
         "values": values_table(of(rows, "probes")),
         "energy": energy_table(of(rows, "probes")),
     }
@@ -108,7 +108,7 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 def run_table(rows: list[dict]) -> str:
     """Where, when and what was rendered."""
     lines = []
-    for kind in ("renders", "long", "ablations", "schedule", "probes", "short"):
+    for kind in ("renders", "long", "ablations", "schedule", "probes"):
         found = of(rows, kind)
         if not found:
             continue
