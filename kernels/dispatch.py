@@ -15,6 +15,10 @@ from .arch import EIGHT_BIT, FOUR_BIT, MODES, PRECISE, cards_of_mode, family_row
 from .attend.settings import AUTO, check_choice
 from .errors import UnsupportedCall
 
+MOST_GRID_Y = 65535  # CUDA's limit on the second dimension of a grid
+ROWS_IN_INT32 = 2**31 - 1  # rows of all heads are numbered with 31 bits
+ROWS_OF_128_IN_INT32 = ROWS_IN_INT32 // 128  # elements of rows of 128 are
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -31,6 +35,8 @@ class Implementation:
         status: what has been seen of it, for the documentation.
         seen: families or modes of which something else has been seen, and what: ``(("sm_89", "compiled only"),)``.
         head_dim_step: distance between the head dimensions it serves, from the smallest on.
+        lacks: what it does not make of its modes' qk_formats and probabilities: ``(("8-bit", "e4m3"),)``.
+        most_heads, most_tokens, most_rows: largest B * H, S_q and S_kv, and B * H times the longer of these; None: any.
         readiness: "module:function" that answers for a device and a dtype, and for the mode where the row has several,
             why it cannot run there; empty: it can.
     """
@@ -46,6 +52,10 @@ class Implementation:
     readiness: str = ""
     seen: tuple[tuple[str, str], ...] = ()
     head_dim_step: int = 1
+    lacks: tuple[tuple[str, str], ...] = ()
+    most_heads: int | None = None
+    most_tokens: int | None = None
+    most_rows: int | None = None
 
     def status_on(self, family: str, mode: str) -> str:
         """What has been seen of it in one mode on one family."""
@@ -63,6 +73,20 @@ class Implementation:
         smallest, largest = self.head_dims
         if call.head_dim not in range(smallest, largest + 1, self.head_dim_step):
             return f"serves head_dim {self._head_dims_text()}, not {call.head_dim}"
+        for choice in (call.qk_format, call.probabilities):
+            if (call.mode, choice) in self.lacks:
+                return f"makes no {choice} in {call.mode} mode"
+        return self._size_refusal(call)
+
+    def _size_refusal(self, call: Call) -> str | None:
+        sizes = (
+            ("B * H", self.most_heads, call.heads),
+            ("S", self.most_tokens, call.tokens),
+            ("B * H * S", self.most_rows, call.heads * call.tokens),
+        )
+        for name, most, size in sizes:
+            if most is not None and size > most:
+                return f"serves {name} up to {most}, not {size}"
         return None
 
     def _head_dims_text(self) -> str:
@@ -92,12 +116,22 @@ def _load(place: str) -> Callable:
 
 @dataclass(frozen=True)
 class Call:
-    """What decides about support; no tensors, so that it can be made up in a test."""
+    """What decides about support; no tensors, so that it can be made up in a test.
+
+    Attributes:
+        qk_format, probabilities: None: whichever an implementation makes.
+        heads: B * H.
+        tokens: the longer of S_q and S_kv.
+    """
 
     family: str
     mode: str
     dtype: str
     head_dim: int
+    qk_format: str | None = None
+    probabilities: str | None = None
+    heads: int = 1
+    tokens: int = 1
 
 
 IMPLEMENTATIONS = (
@@ -112,6 +146,9 @@ IMPLEMENTATIONS = (
         status="run on an H200",
         readiness=".guard:why_cuda_is_unavailable",
         seen=((PRECISE, "earlier builds run on an H200"),),
+        lacks=((EIGHT_BIT, "e4m3"), (EIGHT_BIT, "exp2")),
+        most_heads=MOST_GRID_Y,
+        most_rows=ROWS_IN_INT32,
     ),
     Implementation(
         name="triton8",
@@ -125,6 +162,8 @@ IMPLEMENTATIONS = (
         readiness=".guard_triton:why_triton8_is_unavailable",
         seen=(("sm_90", "earlier builds run on an H200"),),
         head_dim_step=64,
+        most_tokens=ROWS_OF_128_IN_INT32,
+        most_rows=ROWS_IN_INT32,
     ),
     Implementation(
         name="triton4",
@@ -137,6 +176,9 @@ IMPLEMENTATIONS = (
         status="compiled; emulated on an H200",
         readiness=".guard_triton:why_triton4_is_unavailable",
         head_dim_step=64,
+        most_heads=ROWS_OF_128_IN_INT32,
+        most_tokens=ROWS_OF_128_IN_INT32,
+        most_rows=ROWS_IN_INT32,
     ),
     Implementation(
         name="reference",

@@ -14,7 +14,7 @@ from .arch import family
 from .attend.settings import Settings, resolve
 from .attend.validation import dtype_name
 from .dispatch import Call, choose
-from .errors import UnsupportedCall
+from .errors import InvalidArgument, UnsupportedCall
 
 NAMESPACE = "vc_attention_0_1"  # changes with every change of a schema or of what an operator computes
 
@@ -28,20 +28,23 @@ GROUP_SCHEMA = (
 
 
 def call_operator(operator, *args):
-    """Call an operator; an UnsupportedCall of another copy of this package becomes ours."""
+    """Call an operator; an UnsupportedCall or InvalidArgument of another copy of this package becomes ours."""
     try:
         return operator(*args)
-    except NotImplementedError as error:
-        reasons = getattr(error, "reasons", None)
-        if reasons is None or isinstance(error, UnsupportedCall):
+    except (NotImplementedError, ValueError) as error:
+        if isinstance(error, (UnsupportedCall, InvalidArgument)):
             raise
-        raise UnsupportedCall(reasons) from error
+        if type(error).__name__ == UnsupportedCall.__name__:
+            raise UnsupportedCall(error.reasons) from error
+        if type(error).__name__ == InvalidArgument.__name__:
+            raise InvalidArgument(str(error)) from error
+        raise
 
 
 def _attention(q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation) -> Tensor:
     name = family(q.device)
     settings = resolve(mode, qk_format, probabilities, demean, name)
-    run = choose(describe(q, settings, name), implementation, q.device).load()
+    run = choose(describe(q, k, layout, settings, name), implementation, q.device).load()
     output = _empty_output(q)
     with torch.autocast(q.device.type, enabled=False):
         run(*(to_bhsd(x, layout) for x in (q, k, v)), permutation, scale, settings, to_bhsd(output, layout))
@@ -72,9 +75,19 @@ def _group_values_fake(v, centroids, clusters, iterations, layout, implementatio
     return permutation, v.new_empty((batch, heads, clusters, head_dim), dtype=torch.float32)
 
 
-def describe(q: Tensor, settings: Settings, family_name: str) -> Call:
+def describe(q: Tensor, k: Tensor, layout: str, settings: Settings, family_name: str) -> Call:
     """The facts about a call that decide which implementation serves it."""
-    return Call(family=family_name, mode=settings.mode, dtype=dtype_name(q.dtype), head_dim=q.shape[-1])
+    batch, heads, q_tokens, head_dim = to_bhsd(q, layout).shape
+    return Call(
+        family=family_name,
+        mode=settings.mode,
+        dtype=dtype_name(q.dtype),
+        head_dim=head_dim,
+        qk_format=settings.qk_format,
+        probabilities=settings.probabilities,
+        heads=batch * heads,
+        tokens=max(q_tokens, to_bhsd(k, layout).shape[2]),
+    )
 
 
 def to_bhsd(x: Tensor, layout: str) -> Tensor:

@@ -39,7 +39,7 @@ def attention(
         scale: softmax scale, ``D ** -0.5`` by default.
         layout: "BHSD" or "BSHD", of all three inputs and of the output.
         implementation: "auto" (a GPU kernel for q's device) or a name; a named one never falls back.
-        qk_format: "int8" or "e4m3" in 8-bit mode; "auto" is int8.
+        qk_format: "int8" or "e4m3" in 8-bit mode; "auto" is int8 except on B200 and B300, whose tensor cores lack it.
         probabilities: "expcast" or "exp2" in 8-bit mode; "auto" is ExpCast except on sm_89. The precise mode has one
             choice of both: "int8" and "linear".
         demean: remove 128-token block means of v before quantization and restore them from the row sums.
@@ -100,6 +100,7 @@ def support(
 
     Raises:
         InvalidArgument: mode, implementation or layout is not one of the choices. Tensors never raise.
+        torch.OutOfMemoryError: no room for the test of a kernel that runs on the first question; ask again later.
     """
     check_settings(mode, AUTO, AUTO)
     check_choice("implementation", implementation, implementation_names())
@@ -108,7 +109,7 @@ def support(
         check_attention(q, k, v, layout, None, None)
         name = family(q.device)
         settings = resolve(mode, AUTO, AUTO, True, name)
-        row = choose(ops.describe(q, settings, name), implementation, q.device)
+        row = choose(ops.describe(q, k, layout, settings, name), implementation, q.device)
     except InvalidArgument as error:
         return Support(None, None, {AUTO: str(error)})
     except UnsupportedCall as error:

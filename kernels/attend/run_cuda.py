@@ -11,7 +11,7 @@ from ..arch import PRECISE
 from ..errors import KernelUnavailable, UnsupportedCall
 from ..quantize.cuda import prepare, prepare_precise
 from ..quantize.hopper import HopperOperands
-from .cuda import MOST_HEADS, attend_cuda
+from .cuda import attend_cuda
 from .finite import FiniteCheck
 from .precise_cuda import attend_precise_cuda
 from .settings import Settings
@@ -23,11 +23,10 @@ def run(
     """Write attention of q [B, H, S_q, 128] and k, v [B, H, S_kv, 128] to ``out`` [B, H, S_q, 128].
 
     Raises:
-        UnsupportedCall: the call is beyond the kernels' sizes or formats, or q, k or v holds NaN or infinity.
+        UnsupportedCall: q, k or v holds NaN or infinity, or a kernel would have to be loaded during a graph capture.
     """
-    reason = refusal(q, k, settings)
-    if reason is not None:
-        raise UnsupportedCall({"cuda": reason})
+    if scale < 0:  # codes rise with the score
+        q, scale = -q, -scale
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if permutation is not None:
         permutation = permutation.to(torch.int32).contiguous()
@@ -39,20 +38,6 @@ def run(
     except KernelUnavailable as error:
         raise UnsupportedCall({"cuda": error.reason}) from error
     finite.require()
-
-
-def refusal(q: Tensor, k: Tensor, settings: Settings) -> str | None:
-    """Why these kernels do not serve a call of a supported mode, dtype and head_dim; None if they do."""
-    rows = q.shape[0] * q.shape[1]
-    if settings.qk_format != "int8":
-        return f"quantizes q and k to int8, not {settings.qk_format}"
-    if settings.mode != PRECISE and settings.probabilities != "expcast":
-        return f"makes probabilities by ExpCast, not {settings.probabilities}"
-    if rows > MOST_HEADS:
-        return f"serves up to {MOST_HEADS} heads in all, not {rows}"
-    if rows * max(q.shape[2], k.shape[2]) >= 2**31:
-        return "serves B * H * S below 2^31"
-    return None
 
 
 def _attend(kernel: Callable, operands: HopperOperands, out: Tensor, means: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedCall
 from ..quantize.triton8 import prepare8
 from ..triton_support import aligned
 from .finite import FiniteCheck
@@ -21,11 +20,8 @@ def run(
     """Write attention of q [B, H, S_q, D] and k, v [B, H, S_kv, D] to ``out`` [B, H, S_q, D]; D is 64 or 128.
 
     Raises:
-        UnsupportedCall: the call is beyond the kernels' sizes, or q, k or v holds NaN or infinity.
+        UnsupportedCall: q, k or v holds NaN or infinity.
     """
-    reason = refusal(q, k)
-    if reason is not None:
-        raise UnsupportedCall({NAME: reason})
     if permutation is not None:
         permutation = permutation.to(torch.int32).contiguous()
     operands = prepare8(
@@ -41,10 +37,3 @@ def run(
     if written is not out:
         out.copy_(written)
     finite.require()
-
-
-def refusal(q: Tensor, k: Tensor) -> str | None:
-    """Why these kernels do not serve a call of a supported mode, dtype and head_dim; None if they do."""
-    if q.shape[0] * q.shape[1] * max(q.shape[2], k.shape[2]) >= 2**31:
-        return "serves B * H * S below 2^31"
-    return None

@@ -63,7 +63,7 @@ class HopperOperands:
 def hopper_operands(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, permutation: Tensor | None = None, demean: bool = True
 ) -> HopperOperands:
-    """Operands from q [B, H, S_q, D] and k, v [B, H, S_kv, D], bf16 or fp16; ``scale`` is the softmax scale."""
+    """Operands from q [B, H, S_q, D] and k, v [B, H, S_kv, D], bf16 or fp16; ``scale``: of the softmax, 0 or more."""
 
     def one_head(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         k8, k_scale = quantize_keys(k)

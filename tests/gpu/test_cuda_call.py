@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,7 @@ def test_settings_are_obeyed():
     out = attention(q, k, v, demean=False)
     assert relative_l2(out, emulated(q, k, v, demean=False)) < EMULATION_LIMIT[q.dtype]
     assert relative_l2(attention(q, k, v, scale=0.0), v.double().mean(2, keepdim=True).expand(q.shape)) < SHORT_LIMIT
+    assert torch.equal(attention(q, k, v, scale=-SCALE), attention(-q, k, v))
     twice = attention(q * 2, k, v, scale=SCALE / 2)
     assert relative_l2(twice, attention(q, k, v)) < 1e-3
     for setting, word in (
@@ -329,6 +331,22 @@ def test_the_tensors_device_is_used_not_the_current_one():
         assert torch.equal(complete(*tensors), expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+def test_two_threads_begin_on_two_cards_at_once(monkeypatch):
+    tensors = [inputs(1, 2, 300, 700, device=f"cuda:{index}") for index in range(2)]
+    expected = complete(*tensors[0]).cpu()
+    monkeypatch.setattr(guard, "_verdicts", {})  # both threads test, and the second card loads
+    together = threading.Barrier(2)
+
+    def work(index):
+        together.wait()
+        return [complete(*tensors[index]).cpu() for _ in range(20)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for outputs in pool.map(work, range(2)):
+            assert all(torch.equal(output, expected) for output in outputs)
+
+
 # The self-test
 
 
@@ -383,14 +401,14 @@ def test_self_test_catches_an_injected_fault_and_disables_the_kernels(fault, mon
     monkeypatch.setattr(place, faulty)
     monkeypatch.setattr(guard, "_verdicts", {})
     q, k, v = inputs(1, 2, 64, 64)
-    answer = support(q, k, v)
+    answer = support(q, k, v, implementation="cuda")
     assert not answer
     assert "self-test failed" in answer.why
     assert words in answer.why
     with pytest.raises(UnsupportedCall, match=words):
-        attention(q, k, v)
+        attention(q, k, v, implementation="cuda")
     monkeypatch.undo()
-    assert support(q, k, v)
+    assert support(q, k, v, implementation="cuda")
 
 
 # compute-sanitizer

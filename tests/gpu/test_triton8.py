@@ -178,6 +178,9 @@ def test_on_a_hopper_card_cuda_comes_first():
         pytest.skip("needs a Hopper card")
     assert support(*inputs(3, 300)).implementation == "cuda"
     assert support(*inputs(3, 300, head_dim=64)).implementation == "triton8"
+    tensors = inputs(3, 300)  # what `cuda` does not make
+    for setting in ({"qk_format": "e4m3"}, {"probabilities": "exp2"}):
+        assert torch.equal(attention(*tensors, scale=SCALE, **setting), called(*tensors, **setting))
 
 
 # The self-test

@@ -8,6 +8,7 @@ import pytest
 import vc_attention
 from vc_attention import dispatch
 from vc_attention.arch import EIGHT_BIT, FAMILIES, FOUR_BIT, MODES
+from vc_attention.attend.settings import PROBABILITIES, QK_FORMATS
 from vc_attention.dispatch import AUTO, IMPLEMENTATIONS, Call, Implementation, choose, implementation_names
 from vc_attention.errors import InvalidArgument, UnsupportedCall
 
@@ -41,6 +42,7 @@ def test_row_is_well_formed(real):
     assert real.modes
     assert set(real.dtypes) <= {"bfloat16", "float16", "float32"}
     assert real.families is None or set(real.families) <= KNOWN_FAMILIES
+    assert all(choice in (*QK_FORMATS[mode], *PROBABILITIES[mode]) for mode, choice in real.lacks)
     assert real.status
     with pytest.raises(FrozenInstanceError):
         real.name = "other"
@@ -108,6 +110,44 @@ def test_auto_on_a_hopper_card_takes_triton_only_where_cuda_cannot_run(monkeypat
     missing.clear()
     assert choose(CALL, device="a card").name == "cuda"
     assert choose(replace(CALL, head_dim=64), device="a card").name == "triton8"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_format": "e4m3"}, {"probabilities": "exp2"}, {"heads": 65536}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_auto_on_a_hopper_card_takes_triton_for_what_cuda_does_not_make(changes):
+    assert choose(replace(CALL, qk_format="int8", probabilities="expcast", heads=65535)).name == "cuda"
+    assert choose(replace(CALL, **changes)).name == "triton8"
+
+
+@pytest.mark.parametrize("real", [real for real in IMPLEMENTATIONS if real.automatic], ids=lambda real: real.name)
+def test_kernels_count_elements_in_32_bits(real):
+    # cuda: rows are numbered so; Triton: bytes of rows of 128 inside a head are, too.
+    fits = replace(CALL, family=real.families[0], mode=real.modes[0])
+    most = 2**31 - 1 if real.name == "cuda" else 2**24 - 1
+    assert real.refusal(replace(fits, tokens=most)) is None
+    assert f"up to {most}, not {most + 1}" in real.refusal(replace(fits, tokens=most + 1))
+    assert real.refusal(replace(fits, heads=2**15, tokens=2**16 - 1)) is None
+    sentence = "serves B * H * S up to 2147483647, not 2147483648"
+    assert real.refusal(replace(fits, heads=2**15, tokens=2**16)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("limits", "changes", "sentence"),
+    [
+        ({"most_heads": 7}, {"heads": 8}, "serves B * H up to 7, not 8"),
+        ({"most_tokens": 7}, {"tokens": 8}, "serves S up to 7, not 8"),
+        ({"most_rows": 7}, {"heads": 2, "tokens": 4}, "serves B * H * S up to 7, not 8"),
+        ({"lacks": ((EIGHT_BIT, "e4m3"),)}, {"qk_format": "e4m3"}, "makes no e4m3 in 8-bit mode"),
+        ({"lacks": ((EIGHT_BIT, "expcast"),)}, {"probabilities": "expcast"}, "makes no expcast in 8-bit mode"),
+    ],
+)
+def test_limits_of_a_row_are_said_with_what_came(limits, changes, sentence):
+    assert row("small", **limits).refusal(CALL) is None  # neither sizes nor formats are asked for
+    assert row("small", **limits).refusal(replace(CALL, **changes)) == sentence
+    assert row("free").refusal(replace(CALL, **changes)) is None
 
 
 @pytest.mark.parametrize(("head_dim", "served"), [(64, True), (128, True), (63, False), (96, False), (192, False)])

@@ -190,8 +190,8 @@ def test_non_finite_input_is_an_unsupported_call_with_its_name(argument, bad):
     ("family", "mode", "qk_format", "probabilities"),
     [
         ("sm_90", "8-bit", "int8", "expcast"),
-        ("sm_100", "8-bit", None, "expcast"),
-        ("sm_103", "8-bit", None, "expcast"),
+        ("sm_100", "8-bit", "e4m3", "expcast"),
+        ("sm_103", "8-bit", "e4m3", "expcast"),
         ("sm_89", "8-bit", "int8", "exp2"),
         ("sm_120", "4-bit", "nvfp4", "exp2"),
         ("sm_121", "4-bit", "nvfp4", "exp2"),
@@ -201,8 +201,7 @@ def test_non_finite_input_is_an_unsupported_call_with_its_name(argument, bad):
 )
 def test_auto_settings_follow_the_hardware_table(family, mode, qk_format, probabilities):
     settings = resolve("auto", "auto", "auto", True, family)
-    assert (settings.mode, settings.probabilities) == (mode, probabilities)
-    assert qk_format in (None, settings.qk_format)  # B200, B300: open, the method says E4M3
+    assert (settings.mode, settings.qk_format, settings.probabilities) == (mode, qk_format, probabilities)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_100", "sm_120", "cpu"])

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vc_attention import group_values, kernel_arguments, ops
-from vc_attention.attend import cuda as attend_host
+from vc_attention import attention, group_values, kernel_arguments, ops, support
+from vc_attention.attend import api, run_cuda, run_triton8
 from vc_attention.attend import finite as finite_host
-from vc_attention.attend import run_cuda
 from vc_attention.attend.hopper import attend_hopper
 from vc_attention.attend.settings import resolve
+from vc_attention.dispatch import IMPLEMENTATIONS
 from vc_attention.errors import InvalidArgument, KernelUnavailable, UnsupportedCall
 from vc_attention.group import cuda as group_host
 from vc_attention.group import dispatch as group_dispatch
@@ -549,16 +549,19 @@ def shaped(batch, heads, tokens):
         ((1, 65535, 32760), (1, 65535, 1), {}, None),
         ((1, 1, 2**31 - 1), (1, 1, 1), {}, None),
         ((1, 1, 1), (1, 1, 1), {"demean": False}, None),
-        ((1, 1, 1), (1, 1, 1), {"qk_format": "e4m3"}, "quantizes q and k to int8, not e4m3"),
-        ((1, 1, 1), (1, 1, 1), {"probabilities": "exp2"}, "makes probabilities by ExpCast, not exp2"),
-        ((2, 32768, 1), (2, 32768, 1), {}, "serves up to 65535 heads in all, not 65536"),
-        ((1, 1, 2**31), (1, 1, 1), {}, "serves B * H * S below 2^31"),
-        ((1, 1, 1), (1, 1, 2**31), {}, "serves B * H * S below 2^31"),
-        ((1, 65535, 1), (1, 65535, 32769), {}, "serves B * H * S below 2^31"),
+        ((1, 1, 1), (1, 1, 1), {"qk_format": "e4m3"}, "makes no e4m3 in 8-bit mode"),
+        ((1, 1, 1), (1, 1, 1), {"probabilities": "exp2"}, "makes no exp2 in 8-bit mode"),
+        ((2, 32768, 1), (2, 32768, 1), {}, "serves B * H up to 65535, not 65536"),
+        ((1, 1, 2**31), (1, 1, 1), {}, "serves B * H * S up to 2147483647, not 2147483648"),
+        ((1, 1, 1), (1, 1, 2**31), {}, "serves B * H * S up to 2147483647, not 2147483648"),
+        ((1, 65535, 1), (1, 65535, 32769), {}, "serves B * H * S up to 2147483647, not 2147516415"),
     ],
 )
-def test_refusal_of_the_attention_kernels(q, k, changes, reason):
-    assert run_cuda.refusal(shaped(*q), shaped(*k), dataclasses.replace(EIGHT, **changes)) == reason
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_refusal_of_the_attention_kernels(layout, q, k, changes, reason):
+    tensors = [ops.to_bhsd(shaped(*sizes), layout) for sizes in (q, k)]
+    asked = ops.describe(*tensors, layout, dataclasses.replace(EIGHT, **changes), "sm_90")
+    assert next(row for row in IMPLEMENTATIONS if row.name == "cuda").refusal(asked) == reason
 
 
 @pytest.mark.parametrize(
@@ -634,6 +637,15 @@ def test_run_is_prepare_and_attend(demean, device_free):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("scale", [-0.02, -SCALE, -0.5])
+def test_a_negative_scale_turns_the_queries_round(scale, device_free):
+    q, k, v = inputs(70, 300, heads=2)
+    out = torch.empty_like(q)
+    run_cuda.run(q, k, v, None, scale, EIGHT, out)
+    assert torch.equal(out, call(-q, k, v, scale=-scale).to(q.dtype))
+    assert quantization_error(out, q, k, v, scale) < SHORT_LIMIT
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_run_refuses_bad_numbers_but_cannot_ask_while_capturing(which, device_free, monkeypatch):
     tensors = list(inputs(70, 300))
@@ -648,11 +660,8 @@ def test_run_refuses_bad_numbers_but_cannot_ask_while_capturing(which, device_fr
     assert _Event.waited == waited
 
 
-def test_run_refuses_what_the_kernels_do_not_serve(device_free, monkeypatch):
+def test_run_refuses_what_would_have_to_be_loaded_in_a_capture(device_free, monkeypatch):
     q, k, v = inputs(5, 5)
-    with pytest.raises(UnsupportedCall) as caught:
-        run_cuda.run(q, k, v, None, 0.1, dataclasses.replace(EIGHT, qk_format="e4m3"), q.clone())
-    assert caught.value.reasons == {"cuda": "quantizes q and k to int8, not e4m3"}
 
     def unavailable(*_, **__):
         raise KernelUnavailable("stats must run once before a CUDA graph is captured")
@@ -761,9 +770,30 @@ def test_attention_chooses_by_family_and_readiness(monkeypatch):
         ops.attention_operator(q, k, v, *arguments, "auto")
 
 
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [((1, 2, 40), {"qk_format": "e4m3"}), ((1, 2, 40), {"probabilities": "exp2"}), ((1, 65536, 1), {})],
+)
+def test_auto_passes_over_a_kernel_without_the_format_or_the_size(shape, settings, monkeypatch):
+    q = torch.zeros(1, 1, 1, D, dtype=torch.bfloat16).expand(*shape, D)
+    ran = []
+    monkeypatch.setattr(run_triton8, "run", lambda *args: ran.append(args) or args[-1].zero_())
+    monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda *_: None)
+    monkeypatch.setattr("vc_attention.guard_triton.why_triton8_is_unavailable", lambda *_: None)
+    for module in (api, ops):
+        monkeypatch.setattr(module, "family", lambda device: "sm_90")
+    attention(q, q, q, **settings)
+    assert len(ran) == 1
+    with pytest.raises(UnsupportedCall) as caught:
+        attention(q, q, q, implementation="cuda", **settings)
+    assert list(caught.value.reasons) == ["cuda"]
+    if not settings:  # support is not asked about formats
+        assert support(q, q, q).implementation == "triton8"
+        assert support(q, q, q, implementation="cuda").reasons == caught.value.reasons
+
+
 def test_operands_are_frozen():
     operands = hopper_operands(*inputs(1, 1), scale=SCALE)
     assert isinstance(operands, HopperOperands)
     with pytest.raises(dataclasses.FrozenInstanceError):
         operands.kv_length = 2
-    assert attend_host.MOST_HEADS == 65535  # the largest second dimension of a grid

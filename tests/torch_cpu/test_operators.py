@@ -96,6 +96,13 @@ def test_outputs_are_memory_of_their_own():
     assert attention(q, k, v, implementation="reference").data_ptr() not in (q.data_ptr(), k.data_ptr(), v.data_ptr())
 
 
+def test_a_gradient_is_refused_by_name_instead_of_being_zero():
+    q, k, v = random_qkv((1, 1, 5, 16))
+    output = attention(q.requires_grad_(), k, v, implementation="reference")
+    with pytest.raises(RuntimeError, match=rf"{ops.NAMESPACE}\.attention"):
+        output.sum().backward()
+
+
 def test_operators_have_a_versioned_namespace_and_register_once():
     assert ops.NAMESPACE.startswith("vc_attention_")
     before = getattr(torch.ops, ops.NAMESPACE).attention.default

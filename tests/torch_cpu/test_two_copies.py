@@ -79,10 +79,14 @@ for copy in copies:
             call()
         except copy.UnsupportedCall as error:
             seen.append(error.reasons)
-    try:
-        copy.attention(q, k, v, mode="x")
-    except copy.InvalidArgument:
-        pass
+    # Known before the operator is called, and known to it alone: which mode "auto" is.
+    for wrong in ({"mode": "x"}, {"qk_format": "nvfp4"}):
+        try:
+            copy.attention(q, k, v, implementation="reference", **wrong)
+        except copy.InvalidArgument as error:
+            assert next(iter(wrong)) in str(error)
+        else:
+            raise AssertionError(f"{wrong} was taken")
 print(json.dumps(seen))
 """
     )
