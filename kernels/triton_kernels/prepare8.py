@@ -48,7 +48,7 @@ def quantize_rows_kernel(
     mean: "*fp32",  # [BH, D] rotated mean over tokens, without the factor ``root``; read where CENTRE
     codes: "*u8",  # out [BH, NB, BLOCK, D] int8 or E4M3 bits, zeros behind the last token
     scale: "*fp32",  # out [BH, NB]
-    flags: "*i32",  # out, bit 0: some x is not finite
+    flags: "*i32",  # out, bit 0: some x is not finite, or so large that its rotation is not
     H: tl.int32, S: tl.int32, x_b: tl.int64, x_h: tl.int64, x_s: tl.int64,
     root: tl.float32, sign: tl.float32, codes_per_unit: tl.float32,
     D: tl.constexpr, INT8: tl.constexpr, CENTRE: tl.constexpr, GATHER: tl.constexpr, EMULATE: tl.constexpr,
@@ -61,13 +61,13 @@ def quantize_rows_kernel(
     i_head, i_block = (tl.program_id(0) // n_blocks).to(tl.int64), tl.program_id(0) % n_blocks
     o_row, o_d = tl.arange(0, BLOCK), tl.arange(0, D)
     b_x, m_row = _load_block(x, permutation, i_head, i_block, H, S, x_b, x_h, x_s, D, GATHER)
-    _report_not_finite(b_x.to(tl.float32), flags)
     b_signs = tl.load(signs + o_d[:, None] * D + o_d[None, :])
     if EMULATE:  # the interpreter multiplies the bits of bf16 as integers
         b_x, b_signs = b_x.to(tl.float32), b_signs.to(tl.float32)
     b_y = tl.dot(b_x, b_signs, input_precision="ieee")
     if CENTRE:
         b_y = tl.where(m_row[:, None], b_y - tl.load(mean + i_head * D + o_d)[None, :], 0.0)
+    _report_not_finite(b_y, flags)  # every x is in D of these, which may also be too large themselves
     b_y *= root
     largest = INT8_MAX if INT8 else E4M3_MAX
     b_scale = _positive(tl.div_rn(tl.max(tl.abs(b_y)), largest))
@@ -98,7 +98,6 @@ def value_blocks_kernel(
     o_d = tl.arange(0, D)
     b_v, m_row = _load_block(v, permutation, i_head, i_block, H, S, v_b, v_h, v_s, D, GATHER)
     b_v = b_v.to(tl.float32)
-    _report_not_finite(b_v, flags)
     o_out = (i_head * n_blocks + i_block) * D + o_d
     if MEANS:
         n_rows = tl.minimum(S - i_block * BLOCK, BLOCK).to(tl.float32)
@@ -106,6 +105,7 @@ def value_blocks_kernel(
         b_mean = round_to(b_mean, v.dtype.element_ty, EMULATE)
         tl.store(means + o_out, b_mean)
         b_v = tl.where(m_row[:, None], b_v - b_mean.to(tl.float32)[None, :], 0.0)
+    _report_not_finite(b_v, flags)  # a mean may be too large
     tl.store(maxima + o_out, tl.max(tl.abs(b_v), 0))
 
 

@@ -161,6 +161,20 @@ def test_the_call_writes_into_a_view_and_nowhere_else():
         assert (memory == 7).all()
 
 
+@pytest.mark.parametrize("dim", range(3))
+def test_strides_beyond_two_to_the_31(dim):
+    # Four tensors whose batches, heads or tokens lie 2^31 elements apart, in memory of which few pages are touched.
+    tensors = [x[:, :, :2] for x in inputs(2, 2, 64, batch=2)]
+    expected = called(*tensors)
+    strides = [8 * 64, 4 * 64, 64]
+    strides[dim] = 2**31
+    memory = torch.empty(2**31 + 2**14, dtype=torch.bfloat16)
+    far = [memory.as_strided((2, 2, 2, 64), (*strides, 1), 2**11 * place) for place in range(4)]
+    for view, x in zip(far, tensors, strict=False):
+        view.copy_(x)
+    assert torch.equal(called(*far[:3], out=far[3]), expected)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy on infinity
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -169,6 +183,24 @@ def test_not_finite_numbers_are_refused(which, bad):
     tensors[which][0, 1, -1, 5] = bad
     with pytest.raises(UnsupportedCall, match="NaN or infinity"):
         called(*tensors)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy on infinity
+@pytest.mark.parametrize("demean", [True, False])
+@pytest.mark.parametrize("which", range(3))
+def test_finite_numbers_that_float32_cannot_add_are_refused(which, demean):
+    tensors = inputs(3, 130, 64)
+    tensors[which][0, 1] = 3e38
+    tensors[which][0, 1, :, 1::2] *= -1  # rotated keys have a mean of their own
+    assert tensors[which].isfinite().all()
+    out = torch.full_like(tensors[0], torch.nan)
+    settings = Settings("8-bit", "int8", "expcast", demean)
+    if which == 2 and not demean:  # nothing is added
+        run(*tensors, None, SCALE, settings, out)
+        assert out.isfinite().all()
+        return
+    with pytest.raises(UnsupportedCall, match="NaN or infinity"):
+        run(*tensors, None, SCALE, settings, out)
 
 
 @pytest.mark.parametrize("case", ["zero v", "constant v", "zero q", "zero k", "one loud channel"])

@@ -60,6 +60,17 @@ def test_views_and_runs_are_equal():
         assert all(torch.equal(one, other) for one, other in zip(group_triton(view, None, 5, 1), expected, strict=True))
 
 
+@pytest.mark.parametrize("dim", range(3))
+def test_strides_beyond_two_to_the_31(dim):
+    # Batches, heads or tokens 2^31 elements apart, in memory of which few pages are touched.
+    v = random_qkv((2, 2, 2, 64), dtype=torch.bfloat16)[2]
+    strides = [8 * 64, 4 * 64, 64]
+    strides[dim] = 2**31
+    far = torch.empty(2**31 + 2**14, dtype=torch.bfloat16).as_strided(v.shape, (*strides, 1)).copy_(v)
+    expected = group_triton(v, None, 2, 1)
+    assert all(torch.equal(one, other) for one, other in zip(group_triton(far, None, 2, 1), expected, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy on infinity
 def test_not_finite_values_still_give_a_permutation_and_finite_centroids():
     v = values(150)
