@@ -39,10 +39,10 @@ class LaunchSettings:
 
 def why_missing() -> str | None:
     """Why Triton cannot be used, with the line that installs it; None if it can."""
-    if util.find_spec("triton") is None:
-        return f"needs Triton, which is not installed; {_how_to_install()}"
     try:
-        version = import_module("triton").__version__
+        if util.find_spec("triton") is None:
+            return f"needs Triton, which is not installed; {_how_to_install()}"
+        version = str(import_module("triton").__version__)
     except Exception as error:  # noqa: BLE001  a broken Triton fails in many ways, none of which may end a render
         return f"needs Triton, which fails to import ({type(error).__name__}: {error}); {_how_to_install()}"
     if _version(version) < OLDEST:
@@ -77,7 +77,11 @@ def aligned(x):
     """``x`` [B, H, S, D] of a 16-bit dtype, or a copy where kernels could not read it in words of 16 bytes."""
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
     readable = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(stride % WORD == 0 for stride in strides)
-    return x if readable else x.contiguous()
+    if readable:
+        return x
+    import torch
+
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would hand back one that begins in between
 
 
 def word_strides(x) -> tuple[int, int, int]:

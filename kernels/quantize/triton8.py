@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -192,7 +192,7 @@ def _mean_rows(means: Tensor) -> Tensor:
     return rows
 
 
-@lru_cache(maxsize=16)
+@cache  # one made anew in a graph capture would lie in the graph's memory
 def _signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.sign(hadamard_matrix(size, device)).to(dtype)
 

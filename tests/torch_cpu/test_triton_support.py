@@ -9,6 +9,7 @@ import torch
 from vc_attention import UnsupportedCall, attention, dispatch, guard_triton, ops, support, triton_support
 from vc_attention.arch import EIGHT_BIT, FOUR_BIT
 from vc_attention.dispatch import IMPLEMENTATIONS, Call, choose
+from vc_attention.quantize.triton8 import _signs
 from vc_attention.testing import random_qkv
 from vc_attention.triton_support import LaunchSettings, aligned, launch, why_missing, word_strides
 
@@ -63,6 +64,16 @@ def test_a_broken_triton_is_said_too(monkeypatch):
     monkeypatch.setattr(triton_support.util, "find_spec", lambda name: object())
     monkeypatch.setattr(triton_support, "import_module", broken)
     assert "libcuda.so cannot be found" in why_missing()
+
+
+@pytest.mark.parametrize("attributes", [{}, {"__spec__": object()}, {"__spec__": object(), "__version__": None}])
+def test_what_another_pack_puts_in_tritons_place_is_said_too(monkeypatch, attributes):
+    stub = types.ModuleType("triton")  # its __spec__ is None, for which find_spec raises
+    vars(stub).update(attributes)
+    monkeypatch.setitem(sys.modules, "triton", stub)
+    reason = why_missing()
+    assert reason.startswith("needs Triton")
+    assert "pip install" in reason
 
 
 # Readiness
@@ -136,6 +147,14 @@ def test_no_first_use_inside_a_graph_capture(ready_machine, monkeypatch):
     assert ready_machine.asked == []
 
 
+def test_matrices_of_signs_are_never_made_again():
+    # Six a card, made by its self-test. One that is made in a graph capture dies with the graph.
+    first = _signs(64, torch.bfloat16, torch.device("cpu"))
+    for size in range(1, 40):
+        _signs(size, torch.float64, torch.device("cpu"))
+    assert _signs(64, torch.bfloat16, torch.device("cpu")) is first
+
+
 # The choice
 
 
@@ -193,8 +212,12 @@ def test_aligned_copies_only_what_cannot_be_read_in_words():
     assert word_strides(view) == (40 * 3 * 8, 8, 3 * 8)
     one_head = torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16).as_strided((1, 1, 5, 64), (7, 3, 64, 1))
     assert aligned(one_head) is one_head  # strides of a single entry do not matter
-    for bad in (x[..., 1:33], x.transpose(2, 3), torch.zeros(2, 3, 40, 66).bfloat16()[..., :64]):
+    begins_in_between = torch.zeros(2 * 3 * 40 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 40, 64)
+    assert begins_in_between.is_contiguous()
+    narrow = torch.zeros(2, 3, 40, 66).bfloat16()[..., :64]
+    for bad in (x[..., 1:33], x.transpose(2, 3), narrow, begins_in_between):
         copy = aligned(bad)
         assert copy is not bad
+        assert copy.data_ptr() % 16 == 0
         assert copy.is_contiguous()
         assert torch.equal(copy, bad)
