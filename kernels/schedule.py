@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from .errors import InvalidArgument
 
@@ -32,10 +33,10 @@ class GroupingPolicy:
     interval: int = 4
 
     def __post_init__(self):
-        if not 0.0 <= self.window <= 1.0:
+        if not isinstance(self.window, Real) or not 0.0 <= self.window <= 1.0:
             raise InvalidArgument(f"window must be between 0 and 1, got {self.window!r}")
-        if self.interval < 1:
-            raise InvalidArgument(f"interval must be at least 1 step, got {self.interval!r}")
+        if not isinstance(self.interval, Integral) or self.interval < 1:
+            raise InvalidArgument(f"interval must be a whole number of steps from 1, got {self.interval!r}")
 
     def regroup(self, in_window: bool, step: int, last_refresh: int | None) -> bool:
         """Whether this evaluation makes a new grouping.

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import InvalidArgument
-from .validation import check_attention, check_tensor
+from .validation import check_attention, check_output
 
 ROWS = 64
 
@@ -28,7 +28,7 @@ def sampled_error(
 
     Args:
         q, k, v: as for ``attention``.
-        output: what is to be judged, of q's shape and dtype.
+        output: what is to be judged, of q's shape, dtype and device.
         scale: softmax scale, ``D ** -0.5`` by default.
         layout: "BHSD" or "BSHD", of all four tensors.
         rows: how many query rows per batch and head are compared; all of them where there are fewer.
@@ -40,9 +40,7 @@ def sampled_error(
         InvalidArgument: an argument is wrong in itself.
     """
     check_attention(q, k, v, layout, scale, None)
-    check_tensor("output", output, layout)
-    if output.shape != q.shape:
-        raise InvalidArgument(f"output must have q's shape {tuple(q.shape)}, got {tuple(output.shape)}")
+    check_output(output, q, layout)
     if not isinstance(rows, int) or rows < 1:
         raise InvalidArgument(f"rows must be a whole number from 1, got {rows!r}")
     if layout == "BSHD":

@@ -25,7 +25,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: str, scale: float |
     if scale is not None and not _is_finite_number(scale):
         raise InvalidArgument(f"scale must be a finite number or None, got {scale!r}")
     if grouping is not None:
-        _check_grouping(grouping, (batch, heads, tokens), v.device)
+        check_grouping(grouping, (batch, heads, tokens), v.device)
 
 
 def check_tensor(name: str, tensor, layout: str) -> None:
@@ -42,6 +42,12 @@ def check_tensor(name: str, tensor, layout: str) -> None:
     if tensor.dtype not in DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
         raise InvalidArgument(f"{name} must have dtype {names}, got {dtype_name(tensor.dtype)}")
+
+
+def check_output(output, q: Tensor, layout: str) -> None:
+    """Raise InvalidArgument unless ``output`` may be that of a call with ``q`` in ``layout``."""
+    check_tensor("output", output, layout)
+    _check_against_q("output", output, q, layout, _sizes(q, layout))
 
 
 def require_finite(tensors: dict[str, Tensor]) -> None:
@@ -71,10 +77,11 @@ def _is_finite_number(value) -> bool:
         return False
 
 
-def _check_grouping(grouping, expected: tuple[int, int, int], device) -> None:
+def check_grouping(grouping, expected: tuple[int, int, int], device) -> None:
+    """Raise InvalidArgument unless ``grouping`` is for ``expected`` = (B, H, S_kv) tokens on ``device``."""
     permutation = getattr(grouping, "permutation", None)
     if not isinstance(permutation, Tensor):
-        raise InvalidArgument(f"grouping must be a Grouping from group_values or None, got {type(grouping).__name__}")
+        raise InvalidArgument(f"grouping must be a Grouping from group_values, got {type(grouping).__name__}")
     if permutation.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"grouping must have an int32 permutation, got {dtype_name(permutation.dtype)}")
     if tuple(permutation.shape) != expected:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..attend.settings import LAYOUTS, check_choice
-from ..attend.validation import check_tensor
+from ..attend.validation import check_tensor, dtype_name
 from ..dispatch import implementation_names
 from ..errors import InvalidArgument
 
@@ -107,10 +107,12 @@ def _check_previous(previous, shape: tuple[int, int, int, int], device) -> None:
     if not isinstance(centroids, Tensor):
         raise InvalidArgument(f"previous must be a Grouping from group_values or None, got {type(previous).__name__}")
     have = tuple(centroids.shape)
-    if len(have) != 4 or (have[0], have[1], have[3]) != (batch, heads, head_dim):
+    if len(have) != 4 or (have[0], have[1], have[3]) != (batch, heads, head_dim) or not have[2]:
         raise InvalidArgument(
             f"previous must have centroids [B, H, C, D] = [{batch}, {heads}, *, {head_dim}], got {list(have)}"
         )
+    if not centroids.is_floating_point():
+        raise InvalidArgument(f"previous must have floating-point centroids, got {dtype_name(centroids.dtype)}")
     if centroids.device != device:
         raise InvalidArgument(f"previous must be on v's device {device}, got {centroids.device}")
 

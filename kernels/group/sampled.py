@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..attend.settings import LAYOUTS, check_choice
-from ..attend.validation import check_tensor
+from ..attend.validation import check_grouping, check_tensor
 from ..errors import InvalidArgument
 from .api import Grouping
 from .blocks import removed_energy
@@ -37,13 +37,7 @@ def sampled_removed_energy(v: Tensor, grouping: Grouping, *, layout: str = "BHSD
         raise InvalidArgument(f"heads must be a whole number from 1, got {heads!r}")
     if layout == "BSHD":
         v = v.transpose(1, 2)
-    permutation = getattr(grouping, "permutation", None)
-    if not isinstance(permutation, Tensor) or permutation.shape != v.shape[:3]:
-        raise InvalidArgument(f"grouping must be for [B, H, S] = {list(v.shape[:3])}, got {_shape(permutation)}")
+    check_grouping(grouping, tuple(v.shape[:3]), v.device)
     step = max(v.shape[1] // heads, 1)
     sample = slice(step // 2, step * heads, step)  # not a list of indices: copying one to the GPU may wait
-    return removed_energy(v[:1, sample], permutation[:1, sample]).mean()
-
-
-def _shape(permutation) -> str:
-    return f"one for {list(permutation.shape)}" if isinstance(permutation, Tensor) else "no Grouping"
+    return removed_energy(v[:1, sample], grouping.permutation[:1, sample]).mean()

@@ -374,15 +374,15 @@ def test_defaults_are_the_papers():
     assert GroupingPolicy() == GroupingPolicy(window=0.25, interval=4)
 
 
-@pytest.mark.parametrize("window", [-0.01, 1.01, math.nan, math.inf])
+@pytest.mark.parametrize("window", [-0.01, 1.01, math.nan, math.inf, "0.5", None])
 def test_window_out_of_range_is_named(window):
     with pytest.raises(InvalidArgument, match=r"window must be between 0 and 1, got"):
         GroupingPolicy(window=window)
 
 
-@pytest.mark.parametrize("interval", [0, -4])
+@pytest.mark.parametrize("interval", [0, -4, 2.5, math.nan, "4", None])
 def test_interval_out_of_range_is_named(interval):
-    with pytest.raises(InvalidArgument, match=rf"interval must be at least 1 step, got {interval}"):
+    with pytest.raises(InvalidArgument, match=rf"interval must be a whole number of steps from 1, got {interval!r}"):
         GroupingPolicy(interval=interval)
 
 

@@ -434,10 +434,10 @@ def test_wrong_arguments_are_named(arguments, words):
         assert word in str(raised.value)
 
 
-def made_grouping(*shape, device="cpu"):
+def made_grouping(*shape, device="cpu", dtype=torch.float32):
     batch, heads, tokens, clusters, head_dim = shape
     permutation = torch.arange(tokens, dtype=torch.int32, device=device).expand(batch, heads, tokens)
-    return Grouping(permutation, torch.zeros(batch, heads, clusters, head_dim, device=device))
+    return Grouping(permutation, torch.zeros(batch, heads, clusters, head_dim, device=device, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -449,9 +449,11 @@ def made_grouping(*shape, device="cpu"):
         (made_grouping(1, 2, 50, 4, 8), 5, ("clusters", "4", "5")),
         (torch.zeros(1, 2, 4, 8), None, ("previous", "Grouping", "Tensor")),
         ("yesterday's", None, ("previous", "Grouping", "str")),
+        (made_grouping(1, 2, 50, 0, 8), None, ("previous", "[1, 2, *, 8]", "[1, 2, 0, 8]")),
+        (made_grouping(1, 2, 50, 4, 8, dtype=torch.int64), None, ("previous", "floating-point", "int64")),
         (made_grouping(1, 2, 50, 4, 8, device="meta"), None, ("previous", "cpu", "meta")),
     ],
-    ids=["heads", "batch", "head_dim", "clusters", "a tensor", "a string", "another device"],
+    ids=["heads", "batch", "head_dim", "clusters", "a tensor", "a string", "no clusters", "integers", "another device"],
 )
 def test_a_previous_grouping_that_does_not_fit_is_named(previous, clusters, words):
     with pytest.raises(InvalidArgument) as raised:

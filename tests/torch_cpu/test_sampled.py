@@ -77,8 +77,13 @@ def test_16_bit_tensors_are_measured_in_32_bit(call):
 
 def test_wrong_arguments_are_named(call):
     q, k, v, exact = call
-    with pytest.raises(InvalidArgument, match=r"output must have q's shape \(2, 3, 257, 64\), got \(2, 3, 256, 64\)"):
+    shape = r"output must have shape \[B, H, S, D\] = \[2, 3, 257, 64\], got \(2, 3, 256, 64\)"
+    with pytest.raises(InvalidArgument, match=shape):
         sampled_error(q, k, v, exact[:, :, :256])
+    with pytest.raises(InvalidArgument, match="output must have q's dtype float32, got bfloat16"):
+        sampled_error(q, k, v, exact.bfloat16())
+    with pytest.raises(InvalidArgument, match="output must be on q's device cpu, got meta"):
+        sampled_error(q, k, v, exact.to("meta"))
     with pytest.raises(InvalidArgument, match="rows must be a whole number from 1, got 0"):
         sampled_error(q, k, v, exact, rows=0)
     with pytest.raises(InvalidArgument, match="k must have shape"):

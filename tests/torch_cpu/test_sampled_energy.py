@@ -72,5 +72,9 @@ def test_a_grouping_of_other_tokens_is_refused(call):
     v, grouping = call
     with pytest.raises(InvalidArgument, match=r"\[2, 6, 2000\], got one for \[2, 6, 2048\]"):
         sampled_removed_energy(v[:, :, :2000], grouping)
-    with pytest.raises(InvalidArgument, match="no Grouping"):
+    with pytest.raises(InvalidArgument, match="grouping must be a Grouping from group_values, got NoneType"):
         sampled_removed_energy(v, None)
+    with pytest.raises(InvalidArgument, match="grouping must be on v's device cpu, got meta"):
+        sampled_removed_energy(v, Grouping(grouping.permutation.to("meta"), grouping.centroids))
+    with pytest.raises(InvalidArgument, match="int32 permutation, got float32"):
+        sampled_removed_energy(v, Grouping(grouping.permutation.float(), grouping.centroids))
