@@ -24,15 +24,6 @@ MODES = {
 SHARE_OF_QUANTIZATION_ERROR = 0.1
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """TF32 off, as the reference expects by default; and back."""
-    kept = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = kept
-
-
 @pytest.fixture
 def poisoned(monkeypatch):
     """Uninitialized memory holds NaN (the largest number for integers), in new and in recycled blocks."""

@@ -1,6 +1,7 @@
 """Arrows between rooms and the cost of an import: read from the source, and seen in fresh processes."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,14 @@ NODES = ROOT / "nodes"
 
 HOST = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "nodes", "folder_paths", "server", "execution"}
 OPTIONAL = {"triton", "cuda", "cutlass", "diffusers", "transformers", "numpy", *HOST}
-IMPLEMENTATIONS = {"reference", "triton", "cuda", "cute"}
+# Implementation by the stem of a file, also with run_ before.
+IMPLEMENTATIONS = {
+    "reference": "reference",
+    **dict.fromkeys(("cuda", "precise_cuda", "hopper", "precise"), "cuda"),
+    "triton": "triton",
+    **dict.fromkeys(("triton8", "attention8", "prepare8"), "triton8"),
+    **dict.fromkeys(("triton4", "attention4", "prepare4"), "triton4"),
+}
 WITHOUT_TORCH = ["__init__.py", "arch.py", "dispatch.py", "errors.py", "schedule.py"]
 DEVICE_CODE = KERNELS / "triton_kernels"  # the only modules that import triton when they are imported
 DIFFUSERS_DOOR = KERNELS / "integrations" / "diffusers.py"
@@ -28,10 +36,9 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def implementation_of(path: Path) -> str | None:
-    """Which it is, also with run_ before ("triton" for run_triton.py); None for files shared by implementations."""
-    stem = path.stem.removeprefix("run_")
-    return stem if stem in IMPLEMENTATIONS else None
+def implementation_of(module: str) -> str | None:
+    """Which it is ("triton8" for run_triton8); None for modules shared by implementations."""
+    return IMPLEMENTATIONS.get(module.removeprefix("run_"))
 
 
 def imports(tree: ast.AST) -> list[ast.Import | ast.ImportFrom]:
@@ -146,11 +153,18 @@ def test_kernels_do_not_reach_up_to_nodes(path):
     assert not {target for target in relative_targets(path, ast.parse(path.read_text())) if "nodes" in target}
 
 
-@pytest.mark.parametrize("path", [path for path in sources(KERNELS) if implementation_of(path)], ids=named)
+@pytest.mark.parametrize("path", [path for path in sources(KERNELS) if implementation_of(path.stem)], ids=named)
 def test_implementations_do_not_import_each_other(path):
-    others = IMPLEMENTATIONS - {implementation_of(path)}
     reached = {part for target in relative_targets(path, ast.parse(path.read_text())) for part in target.split(".")}
-    assert not reached & (others | {f"run_{name}" for name in others})
+    assert {implementation_of(module) for module in reached} <= {None, implementation_of(path.stem)}
+
+
+def test_every_module_of_an_implementation_is_known_as_one():
+    stems = {path.stem for path in sources(KERNELS)}
+    shared = {"cuda_driver", "triton_support", "guard_triton", "self_test4", "self_test8", "nvfp4"}
+    named_for_one = {stem for stem in stems if re.search(r"cuda|triton|\d$", stem)}
+    assert {stem for stem in named_for_one if implementation_of(stem) is None} == shared
+    assert stems >= IMPLEMENTATIONS.keys()
 
 
 @pytest.mark.parametrize("path", [*sources(KERNELS), *sources(NODES)], ids=named)

@@ -3,6 +3,7 @@
 Needs cuda-bindings, NVRTC and nvdisasm. tests/requirements.txt brings them on Linux x86-64: missing there is a failure.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -14,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -350,6 +352,21 @@ def test_a_full_disk_costs_only_time_and_leaves_nothing(tiny, compilations, tmp_
     assert cached(tmp_path) == []
 
 
+def test_a_disk_that_fills_up_in_the_middle_of_a_file_leaves_nothing(tiny, compilations, tmp_path):
+    resource = pytest.importorskip("resource", reason="needs a limit on the size of files, which Windows has not")
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, kept[1]))
+    try:
+        assert nvrtc.cubin(tiny)[:4] == b"\x7fELF"
+        left = cached(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert left == []
+    nvrtc.cubin(tiny)
+    assert len(compilations) == 2
+    assert [path.suffix for path in cached(tmp_path)] == [".cubin"]
+
+
 def test_two_processes_at_once(tiny, tmp_path):
     work = (
         "import hashlib, sys; from pathlib import Path; from vc_attention import nvrtc\n"
@@ -504,6 +521,36 @@ def test_a_sequence_of_launches_starts_when_all_kernels_are_loaded(monkeypatch, 
     with pytest.raises(KernelUnavailable):
         cuda_driver.launch_all("cuda", steps("third", "broken"))
     assert len(launched) == 2
+
+
+def test_kernels_are_loaded_and_launched_on_the_tensors_device_not_the_current_one(monkeypatch, tmp_path):
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(asked):
+        kept, current[0] = current[0], asked.index
+        yield
+        current[0] = kept
+
+    class Driver:
+        @staticmethod
+        def cuLaunchKernel(function, *arguments):
+            seen.append((function, arguments[7]))
+            return (0,)
+
+    def stream():
+        return types.SimpleNamespace(cuda_stream=f"stream of {current[0]}")
+
+    for name, stand_in in {"device": device, "current_device": lambda: current[0], "current_stream": stream}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(cuda_driver, "_function", lambda kernel, index: f"{kernel.name} of {index}")
+    monkeypatch.setattr(cuda_driver, "_bind_context", lambda index: None)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: Driver)
+    kernel = cuda_driver.Kernel(Source(tmp_path / "x.cu", "sm_90a"), "kernel")
+    for index in (1, 0):
+        cuda_driver.launch(kernel, torch.device("cuda", index), (1, 1, 1), 32, [ctypes.c_int(0)])
+    assert seen == [("kernel of 1", "stream of 1"), ("kernel of 0", "stream of 0")]
+    assert current == [0]
 
 
 def test_the_install_line_names_torchs_cuda_version(monkeypatch):
@@ -685,6 +732,24 @@ def test_out_of_memory_passes_through_and_is_no_verdict(tests_run):
     outcome.clear()
     assert ask() is None
     assert len(asked) == 2
+
+
+def test_threads_that_ask_at_once_test_once(tests_run, monkeypatch):
+    # ComfyUI's multi-GPU runs one thread per device; two may share one.
+    asked, outcome = tests_run
+    outcome[torch.bfloat16] = "attention: relative error 1.0e-01, allowed 5e-03"
+    self_test = guard.self_test
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        return self_test(*arguments)
+
+    monkeypatch.setattr(guard, "self_test", slow)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = [future.result() for future in [pool.submit(ask) for _ in range(4)]]
+    assert len(asked) == 1
+    assert len(set(answers)) == 1
+    assert "self-test failed" in answers[0]
 
 
 def test_nothing_is_tested_while_a_graph_is_captured(tests_run, monkeypatch):
