@@ -43,7 +43,7 @@ VARIANTS: dict[str, Callable[[], list[Variant]]] = {
     "schedule": schedule_variants,
     "long": long_variants,
 }
-STRIP = ("16 bit, start noise + 0.001", "plain FP8", "8-bit", "4-bit", "4-bit, means stay")
+STRIP = ("16 bit, start noise + 0.001", "plain FP8", "8-bit", "8-bit precise", "4-bit", "4-bit, means stay")
 VALUE_STEPS = 6  # steps at which the values are looked at, spread over the render
 
 
@@ -112,7 +112,7 @@ def my_jobs(options: argparse.Namespace) -> list[Job]:
         variants = VARIANTS[kind]() if kind in VARIANTS else [None]
         every += [Job(kind, variant) for variant in variants if variant is None or _matches(variant, options.match)]
     if not torch.cuda.is_available():
-        every = [job for job in every if job.variant is None or job.variant.kernel != "cuda"]
+        every = [job for job in every if job.variant is None or job.variant.kernel == "emulated"]
     return every[share::of]
 
 
@@ -142,7 +142,9 @@ def made(studio: Studio, baselines: Baselines, job: Job, clips: ClipSet, strip: 
 
 def implementation(variant: Variant) -> str:
     """What computed the attention of a variant."""
-    return "torch sdpa" if variant.formats is None else variant.kernel
+    if variant.formats is None:
+        return "torch sdpa"
+    return "emulated" if variant.kernel == "emulated" else "cuda"
 
 
 def plan_row(variant: Variant, steps: int) -> dict:

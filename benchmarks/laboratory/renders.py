@@ -148,8 +148,8 @@ class SelfAttention:
         variant = self.variant
         grouping = self._grouping(step, layer, v)
         demean = variant.plan.removes_means(step, self.steps)
-        if variant.kernel == "cuda":
-            return attention(q, k, v, mode="8-bit", implementation="cuda", grouping=grouping, demean=demean)
+        if variant.kernel != "emulated":
+            return attention(q, k, v, mode=variant.kernel, implementation="cuda", grouping=grouping, demean=demean)
         permutation = None if grouping is None else grouping.permutation
         output = attend(prepare(q, k, v, variant.formats, permutation, demean), variant.formats)
         return (rotate(output) if variant.formats.rotate_values else output).to(v.dtype)

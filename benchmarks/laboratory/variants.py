@@ -59,7 +59,7 @@ class Variant:
     Attributes:
         formats: number formats; None is torch's own 16-bit attention.
         plan: order and means of the values.
-        kernel: "emulated", or "cuda" for the package's own kernel.
+        kernel: "emulated", or the mode of the package's own CUDA kernel.
         start_noise: standard deviation of what is added to the start noise (whose own is 1).
         precision: dtype of the model and of the attention's inputs, by torch's name.
         family: what it belongs to in the tables.
@@ -102,7 +102,8 @@ def render_variants() -> list[Variant]:
         *_with_and_without(AT_6, formats.NVFP4_AT_6),
         Variant(CHANNEL_ROW_MAXIMUM, "study", formats.COMFY_INT8.but(probabilities="u8")),
         *_with_and_without(ROW_MAXIMUM, formats.INT8_THROUGHOUT.but(probabilities="u8")),
-        Variant("8-bit, CUDA kernel", "8-bit", formats.OURS_8BIT, Plan(), kernel="cuda"),
+        Variant("8-bit, CUDA kernel", "8-bit", formats.OURS_8BIT, Plan(), kernel="8-bit"),
+        Variant("8-bit precise, CUDA kernel", "8-bit", formats.OURS_PRECISE, Plan(), kernel=PRECISE),
     ]
 
 
@@ -124,7 +125,7 @@ def ablation_variants() -> list[Variant]:
         ]
     cast = formats.OURS_8BIT.but(probabilities="e4m3")
     made += _with_and_without("8-bit, exponential and cast", cast)
-    made.append(Variant("8-bit, CUDA kernel, means stay", "8-bit", formats.OURS_8BIT, kernel="cuda"))
+    made.append(Variant("8-bit, CUDA kernel, means stay", "8-bit", formats.OURS_8BIT, kernel="8-bit"))
     for name, kinds in OTHERS.items():
         made += [Variant(name, "others", kinds), Variant(f"{name}, V-Smooth", "others", kinds, Plan())]
     return made
