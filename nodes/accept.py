@@ -14,6 +14,7 @@ from .settings import Settings
 RESULT_CHANGING = frozenset(
     {"is_causal", "causal", "attn_mask", "attn_bias", "bias", "dropout_p", "window_size", "softcap", "return_lse"}
 )
+MOST_CHARACTERS = 200  # of a fault, on the row and in the report
 
 
 class Reason(NamedTuple):
@@ -50,8 +51,11 @@ def unserved(why: str) -> Reason:
     return Reason(why, 2)
 
 
-def failed(why: str) -> Reason:
-    return Reason(f"failed: {why}", 3)
+def failed(error: Exception) -> Reason:
+    """A fault of ours. The log has the rest of a long message: CUDA's and Triton's fill a screen."""
+    first_line = str(error).strip().partition("\n")[0]
+    why = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    return Reason(f"failed: {why[:MOST_CHARACTERS]}", 3)
 
 
 def why_not(call: AttentionCall | None, settings: Settings) -> Reason | None:

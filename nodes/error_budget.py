@@ -7,6 +7,7 @@ call of each layer is compared with the host torch's own attention on 64 rows, b
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 
@@ -56,15 +57,25 @@ class ErrorBudget:
             self.errors[layer] = error
             if error <= budget(mode):
                 return None
+            level = logging.DEBUG if self._excluded else logging.WARNING  # the report names them all
             reason = self._excluded[layer] = too_far(mode)
-        log.warning("VC Attention: %s keeps its attention: error %.0f %%", layer.text, 100 * error)
+        log.log(level, "VC Attention: %s keeps its attention: %s", layer.text, _said(error))
         return reason
+
+    def left_alone(self) -> list[str]:
+        """The blocks with a layer over the budget, for a person, in the order they were found."""
+        with self._lock:
+            return list(dict.fromkeys(layer.text for layer in self._excluded))
 
     def worst(self) -> tuple[Layer, float] | None:
         """The accelerated layer with the largest error; None before the first was measured."""
         with self._lock:
             used = {layer: error for layer, error in self.errors.items() if layer not in self._excluded}
         return max(used.items(), key=lambda item: item[1], default=None)
+
+
+def _said(error: float) -> str:
+    return f"error {error:.0%}" if math.isfinite(error) else "its low-bit output is not finite"
 
 
 def _is_capturing() -> bool:

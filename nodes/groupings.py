@@ -35,14 +35,13 @@ def grouping_for(
     A prompt keeps its own grouping, because which prompts share a call may change from step to step.
 
     Context windows hold nothing: windows may move from step to step, and a grouping per window and layer would
-    multiply the memory. Inside the grouping window they are grouped afresh in every call.
+    multiply the memory. Nor do rows that are no chunk per prompt (a wrapper that evaluates them one by one): whose they
+    are is not known. Inside the grouping window both are grouped afresh in every call.
     """
     place = place_of(forward, transformer_options, layer)
-    if transformer_options.get("context_window") is not None:
-        return _make(run, place, v, None, layout) if forward.position.grouping else None
     prompts = _prompts(transformer_options)
-    if call.batch % len(prompts):
-        prompts = [None]
+    if transformer_options.get("context_window") is not None or call.batch % len(prompts):
+        return _make(run, place, v, None, layout) if forward.position.grouping else None
     rows = call.batch // len(prompts)
     keys = [_key(layer, call, rows, v, prompt) for prompt in prompts]
     chunks = [v[i * rows : (i + 1) * rows] for i in range(len(prompts))]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import InvalidArgument, UnsupportedCall, attention, sampled_error, support
-from .accept import OUTSIDE_FORWARD, Reason, failed, unserved, why_not, why_not_here
+from .accept import OUTSIDE_FORWARD, Reason, unserved, why_not, why_not_here
 from .call import AttentionCall, comfy_output, operands, read_call
 from .groupings import grouping_for
 from .position import Forward, Layer, place_of
@@ -75,10 +75,7 @@ def _serve(run: RunState, args: tuple, kwargs: dict) -> tuple[Reason | None, Ten
     except Exception as error:
         if _is_out_of_memory(error):
             raise
-        reason = failed(f"{type(error).__name__}: {error}")
-        if run.switch_off(reason):
-            log.exception("VC Attention failed; the rest of this render does without it")
-        return reason, None
+        return run.switch_off(error), None
 
 
 def _try_to_serve(run: RunState, args: tuple, kwargs: dict) -> tuple[Reason | None, Tensor | None]:
@@ -89,7 +86,7 @@ def _try_to_serve(run: RunState, args: tuple, kwargs: dict) -> tuple[Reason | No
         return reason, None
     forward = options.get(FORWARD_KEY)
     if forward is None:
-        return OUTSIDE_FORWARD, None
+        return run.switched_off or OUTSIDE_FORWARD, None
     layer = forward.next_layer(options)
     run.count_block(layer)
     reason = why_not_here(run.settings, forward.position, layer) or run.switched_off or run.errors.excluded(layer)

@@ -6,6 +6,7 @@ from comfy_api.latest import io
 
 from .model_patch import patch_model, unpatch_model
 from .settings import IMPLEMENTATIONS, MIN_TOKENS, MODES, MOST_CLUSTERS, MOST_TOKENS, Settings, parse_blocks
+from .status import LiveStatus
 
 
 class VCAttentionPatch(io.ComfyNode):
@@ -74,9 +75,11 @@ class VCAttentionPatch(io.ComfyNode):
             implementation,
             min_tokens,
         )
+        node_id = getattr(cls.hidden, "unique_id", None)
         if settings.mode == "off":
+            LiveStatus(node_id).off()
             return io.NodeOutput(unpatch_model(model))
-        return io.NodeOutput(patch_model(model, settings, getattr(cls.hidden, "unique_id", None)))
+        return io.NodeOutput(patch_model(model, settings, node_id))
 
 
 def _main_widgets() -> list:

@@ -24,7 +24,7 @@ class Record:
         self._lock = threading.Lock()
         self._prompt: str | None = None
         self._runs: list[dict] = []
-        self._statuses: dict[str, dict] = {}
+        self._statuses: dict[tuple, dict] = {}
 
     def keep_run(self, prompt: str | None, run: dict) -> None:
         """One more finished run; the first of a new prompt drops the earlier prompt's."""
@@ -38,7 +38,8 @@ class Record:
         with self._lock:
             return list(self._runs) if prompt == self._prompt else []
 
-    def keep_status(self, node: str, status: dict) -> None:
+    def keep_status(self, node: tuple, status: dict) -> None:
+        """``node`` is a workflow's id and a node's: the latter repeats from workflow to workflow."""
         with self._lock:
             self._statuses.pop(node, None)
             self._statuses[node] = status

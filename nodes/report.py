@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 
-from .accept import Reason
 from .host import send_text
 from .run_state import RunState, Tally
 
 log = logging.getLogger("VC Attention")
 
 MOST_REASONS = 4
+MOST_NAMES = 8
 WORTH_SAYING_BYTES = 250_000_000  # of the groupings a run holds
 
 
@@ -34,6 +34,7 @@ def summary(run: RunState, replaced_by: str | None, completed: bool) -> list[str
     lines = [_idle(tally, replaced_by, completed)] if tally.accelerated == 0 else [_active(tally)]
     if tally.declined:
         lines.append(_declined(tally))
+    lines += _left_alone(run)
     if tally.accelerated:
         lines.append(_regrouped(run))
         lines += _error(run)
@@ -60,7 +61,7 @@ def _idle(tally: Tally, replaced_by: str | None, completed: bool) -> str:
 
 def _likely_cause(tally: Tally, replaced_by: str | None) -> str:
     if tally.declined:
-        reason = max(tally.declined.items(), key=lambda item: (item[0].rank, item[1]))[0]
+        reason, _ = tally.reasons()[0]
         return reason.text if reason.rank > 1 else f"calls were {reason.text}"
     if replaced_by is not None:
         return (
@@ -72,7 +73,7 @@ def _likely_cause(tally: Tally, replaced_by: str | None) -> str:
 
 def _declined(tally: Tally) -> str:
     others = " and ".join(name for name, _ in tally.fallbacks.most_common(2))
-    reasons: list[tuple[Reason, int]] = tally.declined.most_common()
+    reasons = tally.reasons()
     texts = [f"{reason.text} ({count})" for reason, count in reasons[:MOST_REASONS]]
     rest = sum(count for _, count in reasons[MOST_REASONS:])
     if rest:
@@ -80,11 +81,20 @@ def _declined(tally: Tally) -> str:
     return f"{tally.declined.total()} left to {others}: {', '.join(texts)}"
 
 
+def _left_alone(run: RunState) -> list[str]:
+    blocks = run.errors.left_alone()
+    return [f"left alone for their error: {_some(blocks)}"] if blocks else []
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+
+
 def _regrouped(run: RunState) -> str:
     steps = sorted({place.step for place in run.tally.regrouped_at})
     if steps:
         count = run.tally.groupings
-        named = ", ".join(str(step + 1) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
+        named = _some([str(step + 1) for step in steps])
         plural = "s" if len(steps) > 1 else ""
         return f"values grouped {count} times, in step{plural} {named} of {run.schedule.steps}{_grouped(run.tally)}"
     if run.settings.grouping_window == 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..kernels import Grouping, GroupingPolicy, Schedule
-from .accept import Reason
+from .accept import Reason, failed
 from .error_budget import ErrorBudget
 from .position import Forward, Layer, Place, Position, locate
 from .removed_energy import RemovedEnergy
@@ -19,6 +20,8 @@ from .timing import Stopwatch
 
 RUN_KEY = "vc_attention_run"
 FORWARD_KEY = "vc_attention_forward"
+
+log = logging.getLogger("VC Attention")
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,15 @@ class RunState:
             self.groupings[key] = held
             self.tally.held_bytes += held.bytes - (before.bytes if before else 0)
 
-    def switch_off(self, reason: Reason) -> bool:
-        """Accelerate nothing more in this run. True the first time."""
+    def switch_off(self, error: Exception) -> Reason:
+        """Accelerate nothing more in this run. Said once, where the error is handled, with its traceback."""
+        reason = failed(error)
         with self._lock:
             first = self.switched_off is None
             self.switched_off = self.switched_off or reason
-        return first
+        if first:
+            log.exception("VC Attention failed; the rest of this render does without it")
+        return reason
 
     def free(self) -> None:
         """Let go of every tensor but the scalars that the report will read."""
@@ -147,6 +153,10 @@ class Tally:
     def blocks(self) -> set[tuple]:
         """Blocks in which a call was accelerated."""
         return {(place.block_type, place.block) for place in self.accelerated_at}
+
+    def reasons(self) -> list[tuple[Reason, int]]:
+        """Why calls were left alone, and how many: what explains most comes first."""
+        return sorted(self.declined.items(), key=lambda item: (item[0].rank, item[1]), reverse=True)
 
     @property
     def calls(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from ..kernels import Schedule
 from .override import TOKEN_ATTRIBUTE
-from .position import schedule_of
+from .position import Forward, schedule_of
 from .record import RECORD, entry_of
 from .report import report
 from .run_state import FORWARD_KEY, RUN_KEY, RunState
@@ -22,8 +23,7 @@ def make_run_wrapper(token: str, settings: Settings, node_id: str | None) -> Cal
     def vc_attention_run(executor, *args, **kwargs):
         guider = executor.class_obj
         original = guider.model_options
-        sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
-        run = RunState(token, settings, schedule_of(guider, sigmas))
+        run = _begin_run(token, settings, guider, args, kwargs)
         run.live = LiveStatus(node_id)
         guider.model_options = _with(original, RUN_KEY, run)
         completed = False
@@ -37,6 +37,17 @@ def make_run_wrapper(token: str, settings: Settings, node_id: str | None) -> Cal
             _report(run, _replaced_by(original, token), completed, node_id)
 
     return vc_attention_run
+
+
+def _begin_run(token: str, settings: Settings, guider, args: tuple, kwargs: dict) -> RunState:
+    """A run's state; switched off from the start in a sampler whose noise levels cannot be read."""
+    try:
+        sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
+        return RunState(token, settings, schedule_of(guider, sigmas))
+    except Exception as error:  # noqa: BLE001 - logged by switch_off
+        run = RunState(token, settings, Schedule([]))
+        run.switch_off(error)
+        return run
 
 
 def forward_wrapper(executor, x, t, *args, **kwargs):
@@ -56,9 +67,18 @@ def _in_new_forward(transformer_options: dict, t) -> dict:
     if run is None:
         return transformer_options
     sigma = transformer_options.get("sigmas")
-    forward = run.begin_forward(t if sigma is None else sigma)
-    _say_where_it_is(run)
+    forward = _begin_forward(run, t if sigma is None else sigma)
+    _try_to_say(run.live.tick, run)
     return {**transformer_options, FORWARD_KEY: forward}
+
+
+def _begin_forward(run: RunState, sigma) -> Forward | None:
+    """None where the noise level cannot be read: the model runs on without us."""
+    try:
+        return run.begin_forward(sigma)
+    except Exception as error:  # noqa: BLE001 - logged by switch_off
+        run.switch_off(error)
+        return None
 
 
 def _with(model_options: dict, key: str, value) -> dict:
@@ -76,17 +96,18 @@ def _replaced_by(model_options: dict, token: str) -> str | None:
 
 
 def _report(run: RunState, replaced_by: str | None, completed: bool, node_id: str | None) -> None:
-    """A render is never lost to its report."""
+    """A render is never lost to its report, and no row goes on saying that it runs."""
     try:
         lines = report(run, replaced_by, completed, node_id)
         RECORD.keep_run(run.live.prompt, entry_of(run, node_id, completed, lines))
         run.live.finish(run, completed, lines)
     except Exception:
         log.exception("VC Attention could not report on this render")
+        _try_to_say(run.live.finish_unreported, run, completed)
 
 
-def _say_where_it_is(run: RunState) -> None:
+def _try_to_say(say: Callable, *args) -> None:
     try:
-        run.live.tick(run)
+        say(*args)
     except Exception:
         log.debug("the node's status could not be sent", exc_info=True)

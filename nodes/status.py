@@ -14,6 +14,7 @@ log = logging.getLogger("VC Attention")
 EVENT = "vc_attention.status"
 LEAST_SECONDS = 0.3  # between two messages of one run
 MOST_REASONS = 8
+UNREPORTED = "this render could not be reported on, see ComfyUI's log"
 
 
 class LiveStatus:
@@ -35,18 +36,36 @@ class LiveStatus:
 
     def finish(self, run: RunState, completed: bool, lines: list[str]) -> None:
         """The last message, with the report's own sentences."""
-        if self.node_id is not None:
-            self._send(run, "done" if completed else "stopped", lines, run.stopwatch.seconds())
+        self._send(run, _ended(completed), lines, run.stopwatch.seconds())
+
+    def finish_unreported(self, run: RunState, completed: bool) -> None:
+        """The last message of a run whose report failed: a GPU that broke does not answer any more."""
+        self._send(run, _ended(completed), [UNREPORTED], run.stopwatch.seconds_known())
+
+    def off(self) -> None:
+        """The message of a node that is set to off: without it the row would go on showing an earlier render."""
+        self._publish({"state": "off"})
 
     def _send(self, run: RunState, state: str, lines: list[str], seconds: float) -> None:
-        status = {"node": self.node_id, "prompt": self.prompt, "workflow": self.workflow, "state": state}
-        status |= snapshot(run, seconds) | {"lines": lines}
-        RECORD.keep_status(self.node_id, status)
+        self._publish({"state": state, **snapshot(run, seconds), "lines": lines})
+
+    def _publish(self, status: dict) -> None:
+        if self.node_id is None:
+            return
+        status = {"node": self.node_id, "prompt": self.prompt, "workflow": self.workflow, **status}
+        RECORD.keep_status((self.workflow, self.node_id), status)
         send_event(EVENT, status, self.node_id)
 
 
+def _ended(completed: bool) -> str:
+    return "done" if completed else "stopped"
+
+
 def snapshot(run: RunState, seconds: float) -> dict:
-    """A run's counters as plain numbers and texts. ``share`` is the part of the time so far, from 0 to 1."""
+    """A run's counters as plain numbers and texts.
+
+    ``share`` is the part of the time so far, from 0 to 1; ``fault`` is why the run goes on without us, if it does.
+    """
     tally = run.tally
     total = 0.0 if run.started is None else time.perf_counter() - run.started
     return {
@@ -60,5 +79,6 @@ def snapshot(run: RunState, seconds: float) -> dict:
         "seconds": round(seconds, 3),
         "total_seconds": round(total, 3),
         "share": round(min(seconds / total, 1.0), 4) if total > 0 else 0.0,
-        "reasons": [[reason.text, count] for reason, count in tally.declined.most_common(MOST_REASONS)],
+        "reasons": [[reason.text, count] for reason, count in tally.reasons()[:MOST_REASONS]],
+        "fault": None if run.switched_off is None else run.switched_off.text,
     }

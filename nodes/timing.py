@@ -20,12 +20,14 @@ class Stopwatch:
 
     def __init__(self):
         self.by_place: Counter[Hashable] = Counter()
+        self._devices: set[torch.device] = set()
         self._events: deque[tuple[Hashable, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._lock = threading.Lock()
 
     @contextmanager
     def measure(self, device: torch.device, place: Hashable = None):
         """Time what is done inside. Work that raises is not counted."""
+        self._devices.add(device)
         if device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -42,14 +44,18 @@ class Stopwatch:
             self._events.append((place, start, end))
 
     def seconds(self) -> float:
-        """The sum so far. Waits for the GPU: ask at the end of a render only."""
+        """The sum so far; of several GPUs, which work side by side, the mean. Waits: ask at the end of a render."""
         return self._add_up(wait=True)
 
     def seconds_done(self) -> float:
         """The sum of what the GPU has finished. Never waits."""
         if self._events and torch.cuda.is_current_stream_capturing():
-            return self.by_place.total()  # asking for an event would break the capture
+            return self.seconds_known()  # asking for an event would break the capture
         return self._add_up(wait=False)
+
+    def seconds_known(self) -> float:
+        """The sum of what was added up before. Asks nothing of the GPU."""
+        return self.by_place.total() / max(len(self._devices), 1)
 
     def _add_up(self, wait: bool) -> float:
         with self._lock:
@@ -57,4 +63,4 @@ class Stopwatch:
                 place, start, end = self._events.popleft()
                 end.synchronize()
                 self.by_place[place] += start.elapsed_time(end) / 1000.0
-            return self.by_place.total()
+            return self.seconds_known()

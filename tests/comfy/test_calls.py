@@ -108,6 +108,12 @@ def test_calls_marked_for_full_precision_stay_exact(host, pack):
     assert served.accelerated
 
 
+def test_calls_with_a_precision_of_their_own_stay_exact(host, pack):
+    """Models of the Stable Diffusion family ask for float32 inside the product."""
+    args, kwargs = qkv(), {"heads": HEADS, "attn_precision": torch.float32}
+    assert_declined_untouched(Call(host, pack, args, kwargs), args, kwargs)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 1), (6, 3)])
 @pytest.mark.parametrize("split", [False, True])
 def test_grouped_query_heads(host, pack, heads, kv_heads, split):
@@ -131,14 +137,14 @@ def test_heads_expanded_by_stride_zero(host, pack):
 
 @pytest.mark.parametrize("scale", [0.02, 0.25])
 def test_scale_is_honoured(host, pack, scale):
-    """Served with this scale or declined with it: never the default one."""
+    """Never the default one, neither in the product nor where its error is judged."""
     args, kwargs = qkv(), {"heads": HEADS, "scale": scale}
     call = Call(host, pack, args, kwargs)
     expected, default = reference(host, args, kwargs), reference(host, args, {"heads": HEADS})
     assert cosine(call.output, expected) > 0.999
     assert cosine(call.output, expected) > cosine(call.output, default)
-    if not call.accelerated:
-        assert_declined_untouched(call, args, kwargs)
+    assert call.accelerated
+    assert call.passed == [], "its error is measured with this scale too"
 
 
 def test_unknown_keyword_passes_through(host, pack):
@@ -149,6 +155,43 @@ def test_unknown_keyword_passes_through(host, pack):
     args = qkv()
     call = Call(host, pack, args, {"heads": HEADS, "foo": 1})
     assert cosine(call.output, reference(host, args, {"heads": HEADS})) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [("is_causal", True), ("dropout_p", 0.1), ("attn_mask", torch.zeros(150, 150)), ("softcap", 30.0)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keyword_that_would_change_the_result_is_left_to_who_knows_it(host, pack, keyword, value):
+    args, kwargs = qkv(), {"heads": HEADS, keyword: value}
+    assert_declined_untouched(Call(host, pack, args, kwargs), args, kwargs)
+    unset = None if isinstance(value, torch.Tensor) else type(value)(0)
+    assert Call(host, pack, args, {"heads": HEADS, keyword: unset}).accelerated
+
+
+def test_calls_that_need_gradients_are_declined(host, pack):
+    """Training a LoRA with the node in the model line: ours has no gradient."""
+    (q, k, v), outputs = qkv(), []
+    q.requires_grad_()
+
+    def probe(attention, options):
+        with torch.inference_mode(False), torch.enable_grad():
+            outputs.append(attention(q, k, v, heads=HEADS, transformer_options=options))
+
+    with watching(host, pack) as watch:
+        render(host, pack.patch(probed(host, host.model(), probe)), steps=1)
+    assert watch.stray == []
+    outputs[0].sum().backward()
+    assert q.grad.abs().sum() > 0
+
+
+def test_tensors_on_different_devices_go_to_the_attention_before(host, pack):
+    """B010: what an offload left behind. Whoever was before us may know what to do with it."""
+    q, k, v = qkv()
+    args, kwargs = [q, k.to("meta"), v], {"heads": HEADS}
+    call = Call(host, pack, args, kwargs, previous=Recorder(lambda func, q, *args, **keywords: q))
+    assert_declined_untouched(call, args, kwargs)
+    assert "on different devices" in host.texts[-1][0]
 
 
 def test_every_known_keyword_at_once(host, pack):

@@ -63,6 +63,7 @@ def test_three_in_a_chain_around_a_foreign_override(host, pack):
     assert {call.block for call in watch.accelerated()} == {("double", 1)}
     assert len(recorder.calls) == len(watch.declined())
     assert [node for _, node in host.texts] == ["2"]
+    assert f"{len(watch.accelerated())} of {len(watch.calls)} attention calls" in host.texts[0][0], "each counted once"
 
 
 def test_selector_before_ours_gets_the_declined_calls(host, pack):

@@ -81,8 +81,12 @@ def test_stopped_run_is_not_called_a_failure_of_the_node(host, pack):
 @pytest.mark.parametrize("where", ["attention", "group_values"])
 @pytest.mark.parametrize(
     "error",
-    [torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.20 GiB"), MemoryError()],
-    ids=["cuda", "host"],
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.20 GiB"),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=["cuda", "host", "driver"],
 )
 def test_out_of_memory_passes_through(host, pack, where, error):
     """ComfyUI unloads models and tries again, or tells the user: hiding it breaks both. The next render is clean."""
@@ -137,6 +141,18 @@ def test_failing_kernel_falls_back_and_is_said_once(host, pack, function):
     assert str(2 * 6) in text, "every call that fell back is counted"
 
 
+def test_a_long_message_of_a_fault_stays_in_the_log(host, pack):
+    """CUDA's advice, Triton's whole listing: one line on the row and in the report, all of it in the traceback."""
+    message = "CUDA error: an illegal memory access\nCompile with TORCH_USE_CUDA_DSA\n" + 5000 * "x"
+    with pack.log() as records, watching(host, pack) as watch:
+        watch.in_kernel, _ = failing(RuntimeError(message))
+        render(host, pack.patch(host.model()), steps=2)
+    assert "failed: RuntimeError: CUDA error: an illegal memory access;" in records[-1].getMessage()
+    assert "\n" not in records[-1].getMessage()
+    assert len(records[-1].getMessage()) < 600
+    assert message in str(records[0].exc_info[1])
+
+
 def test_kernel_that_fails_in_mid_render(host, pack):
     """The calls before it stay ours, the later ones are exact: a whole picture, no NaN."""
     plain = render(host, host.model(), steps=6)
@@ -156,6 +172,39 @@ def test_failure_of_one_render_does_not_switch_off_the_next(host, pack):
         watch.in_kernel, _ = failing(RuntimeError("once"))
         render(host, model, steps=3)
     assert torch.equal(render(host, model, steps=3), expected)
+
+
+@pytest.mark.parametrize("form", [float, lambda sigma: sigma[:0]], ids=["a number", "no rows"])
+def test_noise_level_in_an_unknown_form_does_not_stop_the_render(host, pack, form):
+    """What another node or a later host puts in the place of the tensor: the render of before, and why."""
+
+    def another_form(executor, x, t, *args, **kwargs):
+        options = next(value for value in (*args, *kwargs.values()) if isinstance(value, dict) and "sigmas" in value)
+        options["sigmas"] = form(options["sigmas"])
+        return executor(x, t, *args, **kwargs)
+
+    base, kind = host.model(), host.extension.WrappersMP.APPLY_MODEL
+    base.model_options["transformer_options"].setdefault("wrappers", {}).setdefault(kind, {})["other"] = [another_form]
+    plain = render(host, base, steps=3)
+    with pack.log() as records:
+        ours = render(host, pack.patch(base), steps=3)
+    assert torch.equal(ours, plain)
+    assert len([record for record in records if record.exc_info]) == 1, "one traceback, not one an evaluation"
+    assert "ACTIVE ON 0 %" in host.texts[-1][0]
+    assert "failed: " in host.texts[-1][0]
+
+
+def test_noise_levels_in_an_unknown_form_do_not_stop_the_render(host, pack, monkeypatch):
+    """The same for the levels of a whole run, here made unreadable where we read them."""
+    sampling = next(module for module in pack.modules() if module.__name__.endswith(".nodes.sampling"))
+    plain = render(host, host.model(), steps=2)
+
+    def unreadable(guider, sigmas):
+        raise TypeError("no levels")
+
+    monkeypatch.setattr(sampling, "schedule_of", unreadable)
+    assert torch.equal(render(host, pack.patch(host.model()), steps=2), plain)
+    assert "failed: TypeError: no levels" in host.texts[-1][0]
 
 
 def test_nothing_is_left_on_the_model(host, pack):
@@ -237,6 +286,22 @@ def test_run_state_dies_with_the_run(host, pack, ending):
     gc.collect()
     assert {name: ref() for name, ref in state.items() if ref() is not None} == {}
     assert [ref for ref in groupings if ref() is not None] == []
+
+
+def test_a_kept_traceback_keeps_no_grouping(host, pack):
+    """Whoever keeps the error of a stopped render keeps its frames, and with them the run's state."""
+    model = pack.patch(host.model(), grouping_window=1.0)
+    with watching(host, pack) as watch:
+        watch.keep_results = True
+        stop_at(host, watch, 11, "error")
+        with pytest.raises(Stopped) as caught:
+            render(host, model, steps=4)
+    permutations = [weakref.ref(group.result.permutation) for call in watch.calls for group in call.groups]
+    assert permutations
+    watch.calls.clear()
+    gc.collect()
+    assert [ref for ref in permutations if ref() is not None] == []
+    assert caught.value.__traceback__ is not None
 
 
 def live_tensors() -> tuple[int, int]:

@@ -1,9 +1,12 @@
 """What only a real ComfyUI can show: its nodes, its other model families, its samplers."""
 
+import threading
+
 import pytest
 import torch
 
 from .renders import cosine, prompts, render, watched, wrapped
+from .test_render import rows_agree
 from .test_schedule import follows_itself
 from .watch import watching
 
@@ -184,6 +187,16 @@ def test_context_windows(host, pack, schedule):
             owner.append((window, group.result))
 
 
+def test_context_windows_after_the_grouping_window(host, pack):
+    """They hold nothing, so there is nothing to use any more, and nothing is made."""
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode as Node
+
+    model = Node.execute(host.model(), 9, 4, "standard_static", 1, False, "pyramid", False)[0]
+    _, watch = watched(host, pack, pack.patch(model), latent=host.latent(frames=7, size=8), steps=4)
+    assert watch.grouped_steps() == [0]
+    assert {call.step for call in watch.accelerated() if call.kernel[0].keywords["grouping"]} == {0}
+
+
 def test_stage_restart_with_ksampler_advanced_nodes_in_one_go(host, pack):
     """B040: two KSamplerAdvanced on one patched model object, second with another latent size."""
     model = pack.patch(host.model(), grouping_window=1.0)
@@ -351,6 +364,68 @@ def test_post_cfg_pass_with_the_same_prompt(host, pack):
     _, watch = watched(host, pack, model, steps=3)
     assert sum(len(call.chunks) for call in watch.accelerated()) == 2 * 3 * 3
     assert set(watch.grouped().values()) == {2}
+
+
+def test_prompts_evaluated_one_by_one(host, pack):
+    """A wrapper that splits the batch leaves the options of the whole: no prompt may get another's grouping."""
+
+    def one_by_one(apply_model, args):
+        rows = args["input"].shape[0]
+
+        def row(value, index):
+            of_rows = isinstance(value, torch.Tensor) and value.shape[0] == rows
+            return value[index : index + 1] if of_rows else value
+
+        return torch.cat(
+            [
+                apply_model(
+                    args["input"][index : index + 1],
+                    args["timestep"][index : index + 1],
+                    **{name: row(value, index) for name, value in args["c"].items()},
+                )
+                for index in range(rows)
+            ]
+        )
+
+    model = host.model()
+    model.set_model_unet_function_wrapper(one_by_one)
+    attention, same = rows_agree(pack)
+    model = pack.patch(model, grouping_window=1.0, refresh_interval=50, clusters=8)
+    with pack.replaced(attention=attention), watching(host, pack) as watch:
+        render(host, model, steps=1)
+    assert {len(call.chunks) for call in watch.calls} == {2}
+    assert {call.q[0] for call in watch.calls} == {1}
+    assert len(same) == 2 * 2
+    assert min(same) > 0.9, same
+
+
+def test_devices_side_by_side(host, pack, monkeypatch):
+    """Core's way with several GPUs: a thread a device, all in one run. Two names of the CPU stand for two GPUs."""
+    import comfy.model_management
+    import comfy.sampler_helpers
+
+    threads = set()
+
+    def clones(patcher, loaded, model_options):
+        other = patcher.clone()
+        other.load_device = torch.device("cpu", 0)
+        model_options["multigpu_clones"] = {patcher.load_device: patcher, other.load_device: other}
+        return [other]
+
+    conds = tuple(cond + host.cond(seed=3 + number) for number, cond in enumerate(prompts(host)))
+    plain = render(host, host.model(), conds=conds, steps=4)
+    monkeypatch.setattr(comfy.sampler_helpers, "prepare_model_patcher_multigpu_clones", clones)
+    monkeypatch.setattr(comfy.model_management, "set_torch_device", lambda device: None)
+    model = pack.patch(host.model(), grouping_window=1.0, refresh_interval=2)
+    with watching(host, pack) as watch:
+        watch.before = lambda call: threads.add(threading.get_ident())
+        ours = render(host, model, conds=conds, steps=4)
+    assert len(threads) == 2
+    assert {len(call.chunks) for call in watch.calls} == {2}
+    assert cosine(ours, plain) > 0.9995
+    # Two blocks, two threads, four steps; groupings in two of the steps, one for each of the four prompts.
+    assert "16 of 32 attention calls" in host.texts[-1][0]
+    assert f"grouped {2 * 2 * 4} times, in steps 1, 3 of 4" in host.texts[-1][0]
 
 
 def test_skip_layer_guidance(host, pack):

@@ -191,6 +191,16 @@ def test_repeated_and_backward_levels_do_not_refresh_early(host, pack, sampler):
     assert set(counts.values()) == {2}, "each layer and prompt is grouped once per refresh"
 
 
+def test_a_noise_level_is_read_once_an_evaluation(host, pack, monkeypatch):
+    """Reading it waits for the GPU. Prompts of unequal length are two forwards of one evaluation."""
+    module = next(m for m in pack.modules() if m.__name__.endswith(".nodes.run_state"))
+    locate, located = module.locate, []
+    monkeypatch.setattr(module, "locate", lambda *args: located.append(1) or locate(*args))
+    watch = grouped(host, pack, steps=3, conds=(host.cond(length=32, seed=1), host.cond(length=17, seed=2)))
+    assert {len(call.chunks) for call in watch.calls} == {1}
+    assert len(located) == 3
+
+
 def test_skipped_forwards_do_not_lose_a_refresh(host, pack):
     """A step cache drops whole forwards: the refresh comes with the next forward that runs."""
     seen = []

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from .pack import NODE_ID
-from .renders import render, watched
+from .renders import probed, render, watched
+from .test_calls import HEADS, qkv
 from .watch import watching
 
 EVENT = "vc_attention.status"
@@ -47,6 +48,13 @@ def test_messages_follow_the_run(host, pack, unthrottled):
     assert "\n".join(last["lines"]) == host.texts[-1][0]
 
 
+def test_time_counts_from_the_first_evaluation(host, pack):
+    with watching(host, pack) as watch:
+        watch.before = lambda call: time.sleep(0.2) if len(watch.calls) == 1 else None
+        render(host, pack.patch(host.model()), steps=3)
+    assert statuses(host)[-1]["total_seconds"] >= 0.2
+
+
 def test_messages_are_plain_and_small(host, pack, unthrottled):
     render(host, pack.patch(host.model()), steps=2)
     for status in statuses(host):
@@ -81,6 +89,64 @@ def test_nothing_accelerated_is_told(host, pack):
     assert (last["state"], last["accelerated"], last["modes"]) == ("done", 0, [])
     assert any("min_tokens" in text for text, _ in last["reasons"])
     assert "0 %" in last["lines"][0]
+
+
+def test_the_cause_comes_before_what_every_render_has(host, pack, unthrottled):
+    """Wan I2V: two cross-attentions a block. The row of a running render shows the first reason."""
+    args = qkv(keys=40)
+    model = probed(host, host.model(), lambda attention, options: attention(*args, HEADS, transformer_options=options))
+    render(host, pack.patch(model, implementation="auto"), steps=2)
+    for status in statuses(host)[1:]:
+        assert status["reasons"][-1][0] == "cross-attention"
+        assert status["reasons"][-1][1] > status["reasons"][0][1]
+        assert "CPU" in status["reasons"][0][0]
+
+
+def test_a_fault_is_told_at_once(host, pack, unthrottled):
+    """The calls before it were accelerated: counters alone would look well to the end."""
+    with watching(host, pack) as watch:
+        watch.in_kernel = lambda kernel: {}["broken"] if len(watch.accelerated()) == 3 else None
+        render(host, pack.patch(host.model()), steps=4)
+    assert [status["fault"] for status in statuses(host)] == [None, None, *["failed: KeyError: 'broken'"] * 3]
+    assert statuses(host)[-1]["accelerated"] == 3
+
+
+def test_off_is_told(host, pack):
+    """Nothing runs, so nothing else would take an earlier render's numbers from the row."""
+    record = next(m for m in pack.modules() if m.__name__.endswith(".nodes.record"))
+    render(host, pack.patch(host.model(), unique_id="33"), steps=1)
+    pack.patch(host.model(), unique_id="33", mode="off")
+    last = statuses(host)[-1]
+    assert (last["node"], last["state"]) == ("33", "off")
+    assert [status for status in record.RECORD.statuses() if status["node"] == "33"] == [last]
+
+
+def test_a_report_that_fails_leaves_no_row_running(host, pack, monkeypatch):
+    """After a fault of the GPU nothing can be read back from it."""
+
+    def broken(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    energy = next(m for m in pack.modules() if m.__name__.endswith(".nodes.removed_energy"))
+    timing = next(m for m in pack.modules() if m.__name__.endswith(".nodes.timing"))
+    monkeypatch.setattr(energy.RemovedEnergy, "by_place", broken)
+    monkeypatch.setattr(timing.Stopwatch, "seconds", broken)
+    assert torch.isfinite(render(host, pack.patch(host.model()), steps=2)).all()
+    last = statuses(host)[-1]
+    assert last["state"] == "done"
+    assert last["accelerated"] == 4
+    assert "log" in last["lines"][0]
+
+
+def test_time_of_devices_side_by_side_is_their_mean(host, pack):
+    """Two GPUs that are busy all the time are not busy for 200 % of it."""
+    timing = next(m for m in pack.modules() if m.__name__.endswith(".nodes.timing"))
+    stopwatch = timing.Stopwatch()
+    for device in (torch.device("cpu", 0), torch.device("cpu", 1), torch.device("cpu", 0)):
+        with stopwatch.measure(device, "a block"):
+            time.sleep(0.01)
+    assert stopwatch.by_place["a block"] >= 0.03
+    assert stopwatch.seconds() == pytest.approx(stopwatch.by_place["a block"] / 2)
 
 
 def test_replaced_attention_is_told(host, pack):
@@ -129,6 +195,17 @@ def test_workflow_of_a_run_is_named(host, pack, monkeypatch):
     assert statuses(host)[-1]["workflow"] == "w-1"
 
 
+def test_each_workflow_keeps_its_own_status(host, pack, monkeypatch):
+    """Two tabs, the same node id: a reload brings both rows back."""
+    record = next(m for m in pack.modules() if m.__name__.endswith(".nodes.record"))
+    status = next(m for m in pack.modules() if m.__name__.endswith(".nodes.status"))
+    model = pack.patch(host.model(), unique_id="34")
+    for workflow in ("w-a", "w-b", "w-a"):
+        monkeypatch.setattr(status, "workflow_id", lambda prompt, workflow=workflow: workflow)
+        render(host, model, steps=1)
+    assert [s["workflow"] for s in record.RECORD.statuses() if s["node"] == "34"] == ["w-b", "w-a"]
+
+
 def test_a_broken_connection_does_not_lose_the_render(host, pack, monkeypatch):
     def broken(*args, **kwargs):
         raise ConnectionError("gone")
@@ -158,12 +235,12 @@ def test_last_status_is_kept_bounded_and_plain(host, pack):
     record = next(m for m in pack.modules() if m.__name__.endswith(".nodes.record"))
     for node in ("7", "8", "7"):
         render(host, pack.patch(host.model(), unique_id=node), steps=1)
-    kept = [s for s in record.RECORD.statuses() if s["node"] in ("7", "8")]
+    kept = [s for s in record.RECORD.statuses() if s["node"] in ("7", "8") and s["workflow"] is None]
     assert [s["node"] for s in kept] == ["8", "7"]
     assert {s["state"] for s in kept} == {"done"}
     fresh = record.Record()
     for node in range(1000):
-        fresh.keep_status(str(node), {})
+        fresh.keep_status(("w", str(node)), {})
         fresh.keep_run("p", {})
     assert len(fresh.statuses()) == record.MOST_STATUSES
     assert len(fresh.runs("p")) == record.MOST_RUNS

@@ -69,6 +69,7 @@ function draw(element, parts, status, say) {
 // What the row says. Plain text from plain numbers, so that it can be read without a page.
 export function describe(status, say) {
   if (!status) return { level: "none", head: say("none"), rest: "", hover: "", percent: 0 };
+  if (status.state === "off") return { level: "none", head: say("off"), rest: "", hover: "", percent: 0 };
   const running = status.state === "running";
   const calls = status.accelerated + status.declined;
   const active = status.accelerated > 0;
@@ -77,13 +78,14 @@ export function describe(status, say) {
   const where = running ? say("step", status) : status.state === "stopped" ? say("stopped", status) : "";
   const head = active ? mode : waiting ? say("starting") : say("idle");
   const percent = Math.round(100 * status.share);
-  const rest = active
+  const well = active && !status.fault;
+  const rest = well
     ? say("counts", { ...status, calls, percent })
     : waiting
       ? ""
-      : say("idleCounts", { ...status, calls, cause: cause(status) });
+      : say("causeCounts", { ...status, calls, cause: cause(status) });
   return {
-    level: active ? "active" : waiting ? "none" : "idle",
+    level: well ? "active" : waiting ? "none" : "idle",
     head: where ? `${head} · ${where}` : head,
     rest,
     hover: hover(status, say),
@@ -92,6 +94,7 @@ export function describe(status, say) {
 }
 
 function cause(status) {
+  if (status.fault) return status.fault;
   const told = status.lines[0] ?? "";
   const after = told.indexOf("): ");
   return after >= 0 ? told.slice(after + 3) : (status.reasons[0]?.[0] ?? told);

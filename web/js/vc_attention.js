@@ -17,7 +17,8 @@ const ENGLISH = {
   stopped: "stopped at step {step} of {steps}",
   counts: "{accelerated} of {calls} calls · {groupings} regroupings · {percent} % of the time",
   idle: "not active",
-  idleCounts: "0 of {calls} calls: {cause}",
+  off: "off",
+  causeCounts: "{accelerated} of {calls} calls: {cause}",
   left: "Left to the attention before:",
 };
 

@@ -8,7 +8,7 @@ import pytest
 
 from ..pack import REPOSITORY
 from ..server import FRONT_END_ROOT
-from .user import OURS, build, click_title, picture_of, queue, set_widgets
+from .user import OURS, build, click_title, picture_of, queue, set_widgets, status
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -66,6 +66,34 @@ def test_colours_of_the_status(renderer):
     assert "8-bit" in active["title"]
     assert active["width"] > 150
     assert active["height"] > 20
+
+
+def test_a_node_set_to_off_does_not_show_its_last_render(editor):
+    build(editor, prefix="off")
+    assert queue(editor) == "execution_success"
+    assert "8 of 16 calls" in status(editor)
+    set_widgets(editor, mode="off")
+    assert queue(editor) == "execution_success"
+    assert status(editor).strip() == "off"
+
+
+def test_a_fault_in_mid_render_is_orange(editor):
+    """Some calls were accelerated before it, and that is no reason for green."""
+    build(editor, prefix="fault")
+    assert queue(editor) == "execution_success"
+    editor.js(
+        """async () => {
+            const { statuses } = await (await app.api.fetchApi("/vc_attention/status")).json();
+            const last = statuses.find((status) => status.workflow === app.graph.id);
+            const fault = { ...last, state: "running", lines: [], accelerated: 3, fault: "failed: KeyError: 'tile'" };
+            app.api.dispatchCustomEvent("vc_attention.status", fault);
+        }"""
+    )
+    shown = row(editor)
+    red, green, blue = shown["rgb"]
+    assert red > green + 60 > blue + 60, "orange"
+    assert "calls: failed: KeyError: 'tile'" in shown["text"]
+    assert "3 of 11 calls" in shown["text"]
 
 
 def test_the_row_takes_the_theme(editor):
