@@ -18,6 +18,7 @@ _HOME = {
     "GroupingPolicy": ".schedule",
     "Schedule": ".schedule",
     "family": ".arch",
+    "GROUPED_MODES": ".arch",
     "implementation_names": ".dispatch",
 }
 

@@ -12,6 +12,7 @@ EIGHT_BIT = "8-bit"
 FOUR_BIT = "4-bit"
 PRECISE = "8-bit precise"
 MODES = (EIGHT_BIT, FOUR_BIT, PRECISE)
+GROUPED_MODES = (EIGHT_BIT, FOUR_BIT)  # a grouping serves to remove block means of v, which the precise mode keeps
 
 
 class FamilyRow(NamedTuple):

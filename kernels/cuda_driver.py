@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from .errors import KernelUnavailable
@@ -18,8 +18,7 @@ _functions: dict[tuple[Kernel, int], object] = {}
 _shared_limits: dict[tuple[Source, str, int], int] = {}
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One kernel of a source file.
 
     Attributes:
@@ -41,12 +40,15 @@ class Launch(NamedTuple):
         grid: blocks in x, y and z.
         threads: of a block.
         arguments: ctypes values; structures and arrays are passed by value.
+        joins: whether it may begin while the launch before it ends (programmatic dependent launch). The kernel itself
+            then has to wait for that one, by ``griddepcontrol.wait``, before it touches memory.
     """
 
     kernel: Kernel
     grid: tuple[int, int, int]
     threads: int
     arguments: list
+    joins: bool = False
 
 
 def launch(kernel: Kernel, device, grid: tuple[int, int, int], threads: int, arguments: list) -> None:
@@ -66,20 +68,25 @@ def launch_all(device, launches: Sequence[Launch]) -> None:
         device_index = torch.cuda.current_device()
         functions = [_function(launch.kernel, device_index) for launch in launches]
         _bind_context(device_index)
-        stream, launch_kernel = torch.cuda.current_stream().cuda_stream, driver().cuLaunchKernel
-        for function, (kernel, grid, threads, arguments) in zip(functions, launches, strict=True):
+        bindings, stream = driver(), torch.cuda.current_stream().cuda_stream
+        config = _config(bindings, stream)
+        for function, (kernel, grid, threads, arguments, joins) in zip(functions, launches, strict=True):
             addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-            shape = (*grid, threads, 1, 1, kernel.shared_bytes)
-            check(launch_kernel(function, *shape, stream, ctypes.addressof(addresses), 0))
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.sharedMemBytes, config.numAttrs = threads, kernel.shared_bytes, int(joins)
+            check(bindings.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0))
 
 
 def check(result):
-    """Unpack what a driver call returned; RuntimeError with the name of the error if it failed."""
+    """Unpack what a driver call returned.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: the driver has no memory left.
+        RuntimeError: the call failed in another way; both name the driver's error.
+    """
     error, *values = result
     if int(error):
-        bindings = driver()
-        _, name = bindings.cuGetErrorName(bindings.CUresult(error))
-        raise RuntimeError(f"CUDA driver call failed: {name.decode() if name else int(error)}")
+        raise _failure(int(error))
     return values[0] if len(values) == 1 else values
 
 
@@ -90,6 +97,35 @@ def driver():
     except ImportError as error:
         raise KernelUnavailable(install_sentence()) from error
     return module
+
+
+def _failure(code: int) -> Exception:
+    import torch
+
+    results = driver().CUresult
+    try:
+        name = results(code).name
+    except ValueError:  # of a driver newer than the bindings
+        name = f"error {code}"
+    kind = torch.cuda.OutOfMemoryError if code == results.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
+    return kind(f"CUDA driver call failed: {name}")
+
+
+def _config(bindings, stream: int):
+    """Settings of the launches on a stream but for their sizes; with ``numAttrs`` 1 a launch joins the one before."""
+    config = bindings.CUlaunchConfig()
+    config.hStream, config.blockDimY, config.blockDimZ = stream, 1, 1
+    config.attrs = [_programmatic_launch()]
+    return config
+
+
+@lru_cache(maxsize=1)
+def _programmatic_launch():
+    bindings = driver()
+    attribute = bindings.CUlaunchAttribute()
+    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def _bind_context(device_index: int) -> None:

@@ -105,8 +105,8 @@ class Implementation:
         """Why it cannot run on this machine; None if it can. The first question may compile and test a kernel."""
         if not self.readiness:
             return None
-        mode = (call.mode,) if len(self.modes) > 1 else ()
-        return _load(self.readiness)(device, call.dtype, *mode)
+        choices = (call.mode, call.probabilities) if len(self.modes) > 1 else ()
+        return _load(self.readiness)(device, call.dtype, *choices)
 
 
 def _load(place: str) -> Callable:
@@ -145,8 +145,7 @@ IMPLEMENTATIONS = (
         entry=".attend.run_cuda:run",
         status="run on an H200",
         readiness=".guard:why_cuda_is_unavailable",
-        seen=((PRECISE, "earlier builds run on an H200"),),
-        lacks=((EIGHT_BIT, "e4m3"), (EIGHT_BIT, "exp2")),
+        lacks=((EIGHT_BIT, "e4m3"),),
         most_heads=MOST_GRID_Y,
         most_rows=ROWS_IN_INT32,
     ),
@@ -160,7 +159,7 @@ IMPLEMENTATIONS = (
         entry=".attend.run_triton8:run",
         status="compiled only",
         readiness=".guard_triton:why_triton8_is_unavailable",
-        seen=(("sm_90", "earlier builds run on an H200"),),
+        seen=(("sm_90", "run on an H200"),),
         head_dim_step=64,
         most_tokens=ROWS_OF_128_IN_INT32,
         most_rows=ROWS_IN_INT32,

@@ -1,7 +1,8 @@
 """Trust, but only after a test: every GPU kernel proves itself on the user's card before its first real call.
 
-A build can be broken in ways that no version number shows. So at first use, per device, dtype and mode, a small random
-case runs through grouping, preparation and attention into poisoned memory, and is compared with plain torch.
+A build can be broken in ways that no version number shows. So at first use, per device, dtype, mode and way to make
+probabilities, a small random case runs through grouping, preparation and attention into poisoned memory, and is
+compared with plain torch.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-from .arch import EIGHT_BIT, PRECISE
+from .arch import EIGHT_BIT, GROUPED_MODES, PRECISE
+from .attend.settings import PROBABILITIES
 from .errors import KernelUnavailable
 
 log = logging.getLogger("vc_attention")
@@ -24,41 +27,42 @@ SCALE_LIMIT = 2e-3  # q_scale is rounded up to a half: one step of it is 1e-3
 HOW_TO_REPORT = "please report what `python -m kernels` prints in the folder of this package"
 
 _lock = threading.Lock()
-_verdicts: dict[tuple[int, str, str], str | None] = {}
+_verdicts: dict[tuple[int, str, str, str], str | None] = {}
 
 
-def why_cuda_is_unavailable(device, dtype: str, mode: str = EIGHT_BIT) -> str | None:
+def why_cuda_is_unavailable(device, dtype: str, mode: str = EIGHT_BIT, probabilities: str | None = None) -> str | None:
     """Why the Hopper kernels of ``mode`` cannot be used on ``device`` for inputs of ``dtype``; None if they can.
 
-    The first question per device, dtype and mode compiles, unless the cache has the code, and tests; later ones look
-    up.
+    The first question per device, dtype, mode and probabilities (None: those of ``auto``) compiles, unless the cache
+    has the code, and tests; later ones look up.
     """
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, dtype, mode)
+    probabilities = probabilities or PROBABILITIES[mode][0]
+    key = (index, dtype, mode, probabilities)
     if key in _verdicts:
         return _verdicts[key]
     if torch.cuda.is_current_stream_capturing():
         return "must run once before a CUDA graph is captured"
     with _lock:
         if key not in _verdicts:
-            _verdicts[key] = _verdict(torch.device("cuda", index), getattr(torch, dtype), mode)
+            _verdicts[key] = _verdict(torch.device("cuda", index), getattr(torch, dtype), mode, probabilities)
     return _verdicts[key]
 
 
-def _verdict(device, dtype, mode: str) -> str | None:
+def _verdict(device, dtype, mode: str, probabilities: str) -> str | None:
     import torch
 
     try:
-        fault = self_test(device, dtype, mode)
+        fault = self_test(device, dtype, mode, probabilities)
     except KernelUnavailable as error:
         return error.reason
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
         if "OUT_OF_MEMORY" in str(error):  # from the driver: no verdict on the kernels
-            raise torch.OutOfMemoryError(str(error)) from error
+            raise torch.cuda.OutOfMemoryError(str(error)) from error
         log.exception("VC Attention's self-test could not run")
         return f"self-test could not run ({type(error).__name__}: {error}); {HOW_TO_REPORT}"
     if fault is not None:
@@ -67,7 +71,7 @@ def _verdict(device, dtype, mode: str) -> str | None:
     return None
 
 
-def self_test(device, dtype, mode: str = EIGHT_BIT) -> str | None:
+def self_test(device, dtype, mode: str = EIGHT_BIT, probabilities: str | None = None) -> str | None:
     """Run the Hopper kernels of ``mode`` on a small case on ``device``: None, or what is wrong and by how much."""
     import torch
 
@@ -75,7 +79,7 @@ def self_test(device, dtype, mode: str = EIGHT_BIT) -> str | None:
     from .group.cuda import group_cuda
     from .testing import clustered_qkv
 
-    kernels = _kernels(mode)
+    kernels = _kernels(mode, probabilities or PROBABILITIES[mode][0])
     log.info("VC Attention: testing its %s kernels for %s on %s", mode, dtype, torch.cuda.get_device_name(device))
     # The caller's autocast and default device are not ours: the specifications need float32 on this device.
     with (
@@ -86,12 +90,14 @@ def self_test(device, dtype, mode: str = EIGHT_BIT) -> str | None:
     ):
         q, k, v = clustered_qkv((3, 24, 33), heads=2, dtype=dtype, device=device)  # 19 tiles, the last one short
         q = q[:, :, :200]
-        permutation, _ = group_cuda(v, None, CLUSTERS, ITERATIONS)
-        fault = grouping_fault(v, permutation)
-        if fault is not None:  # positions outside the sequence would fault in the preparation
-            return f"grouping: {fault}"
-        operands = kernels.prepare(q, k, v, scale=0.1, permutation=permutation)
-        expected = kernels.prepare_reference(q, k, v, scale=0.1, permutation=permutation)
+        arguments = {"scale": 0.1}
+        if mode in GROUPED_MODES:
+            arguments["permutation"], _ = group_cuda(v, None, CLUSTERS, ITERATIONS)
+            fault = grouping_fault(v, arguments["permutation"])
+            if fault is not None:  # positions outside the sequence would fault in the preparation
+                return f"grouping: {fault}"
+        operands = kernels.prepare(q, k, v, **arguments)
+        expected = kernels.prepare_reference(q, k, v, **arguments)
         return _operand_fault(operands, expected) or _output_fault(kernels, operands, q)
 
 
@@ -104,7 +110,7 @@ class _Kernels(NamedTuple):
     attend_reference: Callable
 
 
-def _kernels(mode: str) -> _Kernels:
+def _kernels(mode: str, probabilities: str) -> _Kernels:
     from .attend import cuda, hopper, precise, precise_cuda
     from .quantize import cuda as prepare_cuda
     from .quantize.hopper import hopper_operands
@@ -113,21 +119,38 @@ def _kernels(mode: str) -> _Kernels:
     if mode == PRECISE:
         attend = precise_cuda.attend_precise_cuda, precise.attend_precise
         return _Kernels(prepare_cuda.prepare_precise, precise_operands, *attend)
-    return _Kernels(prepare_cuda.prepare, hopper_operands, cuda.attend_cuda, hopper.attend_hopper)
+    attend = (partial(run, probabilities=probabilities) for run in (cuda.attend_cuda, hopper.attend_hopper))
+    return _Kernels(prepare_cuda.prepare, hopper_operands, *attend)
 
 
 def _operand_fault(operands, expected) -> str | None:
     from torch import Tensor
 
-    names = [name for name, value in vars(expected).items() if isinstance(value, Tensor) and name != "flags"]
-    for name in names:
-        actual, wanted = getattr(operands, name).float(), getattr(expected, name).float()
-        is_scale = name.endswith("scale")
-        difference = (actual - wanted).abs() / (wanted if is_scale else 1)
-        wrong = (~(difference <= (SCALE_LIMIT if is_scale else 0))).float().mean().item()  # counts NaN
-        if wrong > (0 if is_scale else CODE_LIMIT) or (name in ("q8", "k8") and difference.max() > 1):
-            return f"preparation: {name} differs in {wrong:.2%} of its elements, allowed {CODE_LIMIT:.2%}"
+    for name, wanted in vars(expected).items():
+        if not isinstance(wanted, Tensor) or name in ("flags", "v"):  # v is the caller's own
+            continue
+        actual = getattr(operands, name).float()
+        if name.endswith("scale"):
+            fault = _scale_fault(actual, wanted.float())
+        else:
+            fault = _code_fault(actual, wanted.float(), neighbours=name in ("q8", "k8"))
+        if fault is not None:
+            return f"preparation: {name} differs {fault}"
     return None
+
+
+def _scale_fault(actual, wanted) -> str | None:
+    largest = ((actual - wanted).abs() / wanted).max().item()  # NaN if there is one
+    return None if largest <= SCALE_LIMIT else f"by {largest:.1e} of itself, allowed {SCALE_LIMIT:.0e}"
+
+
+def _code_fault(actual, wanted, *, neighbours: bool) -> str | None:
+    difference = (actual - wanted).abs()
+    wrong = (difference != 0).float().mean().item()
+    if wrong > CODE_LIMIT:
+        return f"in {wrong:.2%} of its elements, allowed {CODE_LIMIT:.2%}"
+    largest = difference.max().item()
+    return f"by {largest:.0f} codes, allowed 1" if neighbours and largest > 1 else None
 
 
 def _output_fault(kernels: _Kernels, operands, q) -> str | None:

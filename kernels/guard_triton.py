@@ -78,11 +78,11 @@ def _verdict(name: str, device, dtype) -> str | None:
             fault = import_module(SELF_TESTS[name], __package__).self_test(device, dtype)
     except KernelUnavailable as error:
         return error.reason
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
         if "out of memory" in str(error):  # from the driver, in Triton's words: no verdict on the kernels
-            raise torch.OutOfMemoryError(str(error)) from error
+            raise torch.cuda.OutOfMemoryError(str(error)) from error
         log.exception("VC Attention's Triton kernels do not run on %s", card)
         sentence = " ".join(str(error).split())[:200]
         return f"does not compile or run here ({type(error).__name__}: {sentence}); {HOW_TO_REPORT}"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels import InvalidArgument, UnsupportedCall, attention, sampled_error, support
+from ..kernels import GROUPED_MODES, InvalidArgument, UnsupportedCall, attention, sampled_error, support
 from .accept import OUTSIDE_FORWARD, Reason, unserved, why_not, why_not_here
 from .call import AttentionCall, comfy_output, operands, read_call
 from .groupings import grouping_for
@@ -104,13 +104,14 @@ def _accelerate(
     if not served:
         return unserved(served.why), None
     place = place_of(forward, options, layer)
+    grouped = served.mode in GROUPED_MODES
     with run.stopwatch.measure(q.device, place):
         output = attention(
             q,
             k,
             v,
             mode=settings.mode,
-            grouping=grouping_for(run, forward, layer, call, options, v, layout),
+            grouping=grouping_for(run, forward, layer, call, options, v, layout) if grouped else None,
             scale=call.scale,
             layout=layout,
             implementation=settings.implementation,
@@ -126,7 +127,7 @@ def _accelerate(
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """ComfyUI makes room and tries again, or tells the user; hiding it would break both."""
+    """ComfyUI unloads its models and tells the user; hiding it would leave the next render without memory."""
     return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
 
 

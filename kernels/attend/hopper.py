@@ -4,7 +4,7 @@ Exact where the kernel is exact: scores, codes, running maxima, and where each w
 tensor cores make with fewer bits are float32 here, so outputs agree to about 3e-4 before they are rounded.
 
 What differs from the general reference (attend/reference.py): the maximum is stale. Codes are made against the old
-one, which stands at code 100, and a warp raises it only when a code passes 126. The output is kept in half, divided
+one, which stands at code 114, and a warp raises it only when a code passes 126. The output is kept in half, divided
 by a power of two of the row sum.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..group.blocks import BLOCK
 from ..quantize.hopper import HEAD_DIM, MEANS_GROUP, HopperOperands, decoded_means, decoded_values
 
-MAX_CODE = 100
+MAX_CODE = 114
 LAST_CODE = 126  # E4M3 448; 127 would be NaN
 # Code of a probability that is rounded to zero, by how the probabilities are made: exact ones keep subnormals.
 FIRST_CODE = {"expcast": 0, "exp2": -25}

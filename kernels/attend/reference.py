@@ -36,7 +36,6 @@ from ..quantize.operands import Operands4, Operands8, Operands8Precise
 
 ROWS_PER_PASS = 4096
 CODES_PER_NAT = CODES_PER_OCTAVE * math.log2(math.e)
-LINEAR_TOP = 255.0  # a linear probability of 1, in an unsigned byte
 
 
 @dataclass
@@ -116,8 +115,7 @@ def attend8(operands: Operands8, scale: float, probabilities: str) -> Tensor:
 def attend8_precise(operands: Operands8Precise, scale: float) -> Tensor:
     """Precise 8-bit attention on quantized operands: [B, H, S_q, D] float32.
 
-    A probability is a whole number, 255 for the largest of the row *in its tile*, and a tile has a weight. On flat rows
-    a step of the whole row's maximum would be coarse: most of 75,600 probabilities would lie below 10.
+    Probabilities are rounded to the dtype of the values; the denominator adds them before that.
     """
     keys = operands.k.numbers().transpose(2, 3)
     key_scale = operands.k.scale.transpose(2, 3) * (scale * CODES_PER_NAT)
@@ -126,13 +124,13 @@ def attend8_precise(operands: Operands8Precise, scale: float) -> Tensor:
         queries = operands.q.numbers()[:, :, rows]
         query_scale = operands.q.scale[:, :, rows]
         state = _RowState.start(queries)
-        for index, (tile, mean) in enumerate(_tiles(keys.shape[3], operands.means)):
+        for tile, _ in _tiles(keys.shape[3], None):
             scores = product(queries, keys[..., tile]) * query_scale * key_scale[..., tile]
-            weight, whole = _linear_tile(state, scores)
-            residual = product(whole, operands.residual[:, :, tile])
-            weighted = residual * operands.residual_scale[:, :, index : index + 1] * weight
-            state.add(weight * whole.sum(-1, keepdim=True), weighted, mean)
-        return (state.output + state.mean_part) / state.row_sum
+            state.raise_maximum(scores.amax(-1, keepdim=True))
+            exponentials = exp2((scores - state.maximum) / CODES_PER_OCTAVE)
+            row_sum = exponentials.sum(-1, keepdim=True, dtype=torch.float64).float()
+            state.add(row_sum, product(exponentials.to(operands.v.dtype), operands.v[:, :, tile]), None)
+        return state.output / state.row_sum
 
     return _by_rows(attend_rows, operands.q.codes.shape[2])
 
@@ -188,14 +186,6 @@ def _exp2_tile(state: _RowState, scores: Tensor) -> Tensor:
     """Decoded probabilities of a tile by exponential and cast, scaled by 2^8."""
     state.raise_maximum(scores.amax(-1, keepdim=True))
     return decode_e4m3(encode_e4m3(exp2((scores - state.maximum) / CODES_PER_OCTAVE + LOG2_SCALE)))
-
-
-def _linear_tile(state: _RowState, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """What a tile weighs in each row, and its probabilities in 255ths of the row's largest in the tile."""
-    highest = scores.amax(-1, keepdim=True)
-    state.raise_maximum(highest)
-    whole = torch.round(LINEAR_TOP * exp2((scores - highest) / CODES_PER_OCTAVE))
-    return exp2((highest - state.maximum) / CODES_PER_OCTAVE), whole
 
 
 def _nvfp4_tile(state: _RowState, scores: Tensor) -> tuple[Tensor, Tensor]:

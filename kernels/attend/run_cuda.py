@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from ..arch import PRECISE
 from ..errors import KernelUnavailable, UnsupportedCall
 from ..quantize.cuda import prepare, prepare_precise
 from ..quantize.hopper import HopperOperands
+from ..quantize.precise import PreciseOperands
 from .cuda import attend_cuda
 from .finite import FiniteCheck
 from .precise_cuda import attend_precise_cuda
@@ -28,24 +30,27 @@ def run(
     if scale < 0:  # codes rise with the score
         q, scale = -q, -scale
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if permutation is not None:
-        permutation = permutation.to(torch.int32).contiguous()
     try:
-        make, kernel = (prepare_precise, attend_precise_cuda) if settings.mode == PRECISE else (prepare, attend_cuda)
-        operands = make(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
+        if settings.mode == PRECISE:
+            operands, kernel = prepare_precise(q, k, v, scale=scale), attend_precise_cuda
+        else:
+            if permutation is not None:
+                permutation = permutation.to(torch.int32).contiguous()
+            operands = prepare(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
+            kernel = partial(attend_cuda, means=settings.demean, probabilities=settings.probabilities)
         finite = FiniteCheck(operands.flags, "cuda")
-        _attend(kernel, operands, out, settings.demean)
+        _attend(kernel, operands, out)
     except KernelUnavailable as error:
         raise UnsupportedCall({"cuda": error.reason}) from error
     finite.require()
 
 
-def _attend(kernel: Callable, operands: HopperOperands, out: Tensor, means: bool) -> None:
+def _attend(kernel: Callable, operands: HopperOperands | PreciseOperands, out: Tensor) -> None:
     if _writable_in_pairs(out):
-        kernel(operands, out, means=means)
+        kernel(operands, out)
     else:
         aligned = torch.empty_like(out, memory_format=torch.contiguous_format)
-        kernel(operands, aligned, means=means)
+        kernel(operands, aligned)
         out.copy_(aligned)
 
 

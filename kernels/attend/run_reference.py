@@ -39,5 +39,5 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, settin
     if settings.mode == EIGHT_BIT:
         return quantize8(q, k, v, permutation, settings.qk_format, settings.demean)
     if settings.mode == PRECISE:
-        return quantize8_precise(q, k, v, permutation, settings.demean)
+        return quantize8_precise(q, k, v)
     return quantize4(q, k, v, permutation, settings.demean)

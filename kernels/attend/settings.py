@@ -10,8 +10,7 @@ from ..errors import InvalidArgument
 AUTO = "auto"
 LAYOUTS = ("BHSD", "BSHD")
 QK_FORMATS = {EIGHT_BIT: ("int8", "e4m3"), FOUR_BIT: ("nvfp4",), PRECISE: ("int8",)}
-PROBABILITIES = {EIGHT_BIT: ("expcast", "exp2"), FOUR_BIT: ("exp2",), PRECISE: ("linear",)}
-VALUE_FORMATS = {EIGHT_BIT: "e4m3", FOUR_BIT: "nvfp4", PRECISE: "int8"}
+PROBABILITIES = {EIGHT_BIT: ("expcast", "exp2"), FOUR_BIT: ("exp2",), PRECISE: ("exp2",)}
 
 
 @dataclass(frozen=True)
@@ -21,19 +20,14 @@ class Settings:
     Attributes:
         mode: "8-bit", "4-bit" or "8-bit precise".
         qk_format: number format of queries and keys.
-        probabilities: "expcast", "exp2" or "linear" (whole numbers 0..255 of the row's maximum in a tile).
-        demean: whether block means of the values are removed and restored.
+        probabilities: "expcast" or "exp2" (an exponential and a cast; in the precise mode to the dtype of the call).
+        demean: whether block means of the values are removed and restored; the precise mode leaves values as they are.
     """
 
     mode: str
     qk_format: str
     probabilities: str
     demean: bool
-
-    @property
-    def value_format(self) -> str:
-        """Number format of the values without their block means."""
-        return VALUE_FORMATS[self.mode]
 
 
 def check_choice(name: str, value, choices: tuple[str, ...]) -> None:

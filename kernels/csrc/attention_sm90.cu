@@ -47,19 +47,19 @@ constexpr int THREADS = 384;
 constexpr int CONSUMERS = 256;
 constexpr int SHARED_BYTES = 190 * 1024;  // attend/cuda.py reserves this
 
-// Code of the running maximum. The headroom up to 126 (3.25 octaves) decides how rarely a row needs a new maximum:
-// 116 took 1190 clocks a tile, 100 1121, 84 1113 at a slightly larger error (H200, FP8 prototype).
+// Code of the running maximum. What lies 14.25 octaves below is code 0 and lost: with 100 and its 12.5 octaves, tens of thousands of
+// small probabilities were (docs/hopper.md). The headroom up to 126 (1.5 octaves) decides how rarely a row needs a new maximum.
 // Without ExpCast codes are only a scale of scores: they start 25 lower, where the probability, 2^-10.1, is rounded to zero.
 constexpr int FIRST_CODE = EXPCAST ? 0 : -25;
-constexpr float MAX_CODE = 100 - FIRST_CODE;
+constexpr float MAX_CODE = 114 - FIRST_CODE;
 constexpr u32 LAST_CODE = 126 - FIRST_CODE;  // E4M3 448; 127 would be NaN
 constexpr u32 OFFSET_SCORE_LIMIT = 0x03ff03ffu;  // 1023, twice: the largest subnormal half, above the largest code for any q_scale
-constexpr int NO_MAX_YET = 20000;                // above every offset (at most 8064 + 782), and no sum with a score leaves 16 bits
+constexpr int NO_MAX_YET = 20000;                // above every offset (at most 8065 + 869), and no sum with a score leaves 16 bits
 
 // Start value of the score of a padding key, whose k8 row TMA has zeroed: -16384 units of 256. Every real score is at least -8065
-// and every offset at most 8689, so its code is 0, and offset + score stays in 16 bits for the smallest offset, -8063, too.
+// and every offset at most 8934, so its code is 0, and offset + score stays in 16 bits for the smallest offset, -8063, too.
 constexpr u32 PADDING_SCORE = static_cast<u32>(-16384 * 256);
-static_assert(-16384 + 8689 < 0 && -16384 - 8063 >= -32768, "a padding key has code 0");
+static_assert(-16384 + 8934 < 0 && -16384 - 8063 >= -32768, "a padding key has code 0");
 
 constexpr int K_BYTES = BLOCK_KV * HEAD_DIM;
 constexpr int SUM_ROWS_BYTES = 8 * BLOCK_KV;  // eight more rows behind V, see fill_sum_rows
@@ -214,18 +214,6 @@ DEVICE bool any_code_overflows(u32 largest) {
   constexpr u32 carry = 0x8000 - (LAST_CODE + 1);
   return __any_sync(~0u, ((largest + (carry << 16 | carry)) & 0x80008000u) != 0u);
 }
-
-DEVICE float sum_over_row(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-#if OUT_HALF
-DEVICE float clamp_half(float x) { return fminf(fmaxf(x, -65504.f), 65504.f); }
-DEVICE u32 pack_out(float low, float high) { return pack_half(clamp_half(low), clamp_half(high)); }
-#else
-DEVICE u32 pack_out(float low, float high) { return pack_bfloat16(low, high); }
-#endif
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
@@ -599,8 +587,9 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
         for (int n = 0; n < 16; n++) {
           const uint4 four = shared_load<uint4>(out_smem(n / 2));
           const u32 pair = n & 1 ? (r ? four.w : four.z) : (r ? four.y : four.x);
-          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_out(half_low(pair) * factor * v_scale[8 * n + column],
-                                                              half_high(pair) * factor * v_scale[8 * n + column + 1]);
+          *reinterpret_cast<u32*>(out_row + 8 * n) =
+              pack_output<OUT_HALF>(half_low(pair) * factor * v_scale[8 * n + column],
+                                    half_high(pair) * factor * v_scale[8 * n + column + 1]);
         }
       }
     }

@@ -109,6 +109,15 @@ DEVICE void tma_load_3d_multicast(u32 target_smem, const TensorMap* map, int x, 
       : "memory");
 }
 
+DEVICE void tma_load_4d_multicast(u32 target_smem, const TensorMap* map, int x, int y, int z, int w, u32 barrier_smem,
+                                  u16 block_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(target_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier_smem),
+      "h"(block_mask)
+      : "memory");
+}
+
 // ---- wgmma --------------------------------------------------------------------------------------------------------------------
 
 // Descriptor of a K-major tile whose rows are ROW_BYTES long and swizzled over ROW_BYTES (as TMA writes them): 8-row groups follow
@@ -119,6 +128,14 @@ DEVICE u64 matrix_descriptor(u32 tile_smem) {
   constexpr u64 swizzle = ROW_BYTES == 128 ? 1 : 3;
   constexpr u64 group_stride = 8 * ROW_BYTES / 16;
   return static_cast<u64>((tile_smem & 0x3FFFF) >> 4) | (1ull << 16) | (group_stride << 32) | (swizzle << 62);
+}
+
+// Descriptor of an MN-major tile: rows of 64 16-bit elements, 128-byte swizzle (as TMA writes them), one row a place along k; the next
+// 64 elements lie PLANE_BYTES behind. Advancing by n rows adds 8 n.
+template <int PLANE_BYTES>
+DEVICE u64 transposed_descriptor(u32 tile_smem) {
+  constexpr u64 plane_stride = PLANE_BYTES / 16, group_stride = 8 * 128 / 16;
+  return static_cast<u64>((tile_smem & 0x3FFFF) >> 4) | (plane_stride << 16) | (group_stride << 32) | (1ull << 62);
 }
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -184,15 +201,6 @@ DEVICE void wgmma_m64n136k32_e4m3(float (&d_rmem)[68], u32 a0, u32 a1, u32 a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor), "r"(accumulate));
 }
 
-// d[64 x 128] (s32) = a[64 x 32] b[128 x 32]^T + (accumulate ? d : 0), a unsigned bytes in registers, b INT8.
-DEVICE void wgmma_m64n128k32_u8s8(u32 (&d_rmem)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.s32.u8.s8 {" PTX_64 "}, {%64, %65, %66, %67}, %68, p;\n}"
-      : INOUT_64("+r", d_rmem)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor), "r"(accumulate));
-}
-
 // d[64 x 128] (FP32, the first 64 registers) += a[64 x 16] b[128 x 16]^T, both half, a in registers.
 template <int N>
 DEVICE void wgmma_m64n128k16_f32_f16(float (&d_rmem)[N], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor) {
@@ -201,6 +209,21 @@ DEVICE void wgmma_m64n128k16_f32_f16(float (&d_rmem)[N], u32 a0, u32 a1, u32 a2,
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" PTX_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
       : INOUT_64("+f", d_rmem)
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor), "r"(1));
+}
+
+// d[64 x 128] (FP32) += a[64 x 16] b[16 x 128], half or bfloat16, a in registers, b MN-major.
+template <bool HALF>
+DEVICE void wgmma_m64n128k16_transposed(float (&d_rmem)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor) {
+#define WGMMA(type)                                                                                                                \
+  asm volatile(                                                                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" PTX_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"         \
+      : INOUT_64("+f", d_rmem)                                                                                                     \
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor))
+  if constexpr (HALF)
+    WGMMA("f16");
+  else
+    WGMMA("bf16");
+#undef WGMMA
 }
 
 // ---- packed half and other arithmetic -------------------------------------------------------------------------------------------
@@ -248,16 +271,9 @@ DEVICE u32 pack_e4m3(float low, float high) {
   return y;
 }
 
-
 DEVICE u32 half2_max(u32 a, u32 b) {
   u32 y;
   asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
-
-DEVICE u32 half2_mul(u32 a, u32 b) {
-  u32 y;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 
@@ -274,6 +290,20 @@ DEVICE u32 half2_fma_relu(u32 a, u32 b, u32 c) {
 }
 
 DEVICE u32 broadcast_low_16(u32 x) { return __byte_perm(x, x, 0x1010); }
-DEVICE u32 broadcast_high_16(u32 x) { return __byte_perm(x, x, 0x3232); }
 DEVICE int signed_low_16(u32 x) { return static_cast<short>(x & 0xffff); }
 DEVICE int signed_high_16(u32 x) { return static_cast<int>(x) >> 16; }
+
+// ---- rows of an accumulator ---------------------------------------------------------------------------------------------------
+
+// Over the four threads that share a row of an accumulator.
+DEVICE float sum_over_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Two outputs as bfloat16 or, clamped to its range, half.
+template <bool HALF>
+DEVICE u32 pack_output(float low, float high) {
+  auto clamped = [](float x) { return fminf(fmaxf(x, -65504.f), 65504.f); };
+  return HALF ? pack_half(clamped(low), clamped(high)) : pack_bfloat16(low, high);
+}

@@ -2,18 +2,21 @@
 // synchronisation, no float atomics: two runs give the same bits. Plain version: group/reference.py.
 //
 // Kernels (D = 128, C <= 512 clusters, one-dimensional grids). One round = assign, scan, scatter, segment_sum, update over every
-// `step`-th token; the last pass = [chain,] assign, scan, scatter over all tokens. Tokens are laid out by cluster number.
+// `step`-th token; the last pass = [distances, chain,] assign, scan, scatter over all tokens. Tokens are laid out by cluster number.
+// Each but the first is brought in while the one before still runs (programmatic dependent launch) and begins by waiting for it.
 //   init         warp = one centroid: previous one or the value of a token at equal spacing; rounded copy and half its squared length.
 //   assign       CTA = one chunk of tokens of one head, warpgroup = 64 tokens: label = argmax (v.c - |c|^2 / 2) with c rounded to the
 //                input type (wgmma, FP32 sums, the smaller label wins a tie); counts of the chunk per cluster.
 //                (assign_wide: over 256 clusters.)
 //   scan         CTA = one head: first position of every (cluster, chunk).
 //   scatter      CTA = one chunk: stable positions inside the chunk -> permutation.
-//   segment_sum  warp = 128 sorted positions: sums of the runs of equal labels. Run (segment s, cluster c) goes to slot s + c, which is
+//   segment_sum  warp = 32 sorted positions: sums of the runs of equal labels. Run (segment s, cluster c) goes to slot s + c, which is
 //                unique because both only grow along the sorted order.
 //   update       CTA = one cluster: its slots in order -> new centroid. Empty (or not finite): the old one stays.
-//   chain        CTA = one head: renumbers the centroids along a greedy chain of nearest neighbours, beginning with the longest. Neighbours
-//                share a mixed block. A later warm start inherits the numbers and needs no chain of its own.
+//   distances    warp = 16 x 64 pairs of centroids of one head (mma.sync).
+//   chain        CTA = one head: renumbers the centroids along a greedy chain of nearest neighbours, beginning with the longest. One warp
+//                walks, a step costs it one load from L2. Neighbours share a mixed block. A later warm start inherits the numbers and
+//                needs no chain of its own.
 //
 // Requires: last dimension contiguous; INPUT_FP16 0 (bf16) or 1; VEC = alignment of every row start in bytes (16, 8, 4, 2).
 
@@ -27,7 +30,8 @@ typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; 
 #define DEV __device__ __forceinline__
 
 constexpr int D = 128;
-constexpr int SEGMENT = 128;      // sorted positions per warp of segment_sum
+constexpr int SEGMENT = 32;       // sorted positions per warp of segment_sum: a short sequence needs the warps
+constexpr int MOST_CLUSTERS = 512;
 
 struct Params {
   const u16* v; i64 v_b, v_h, v_s;  // strides in elements
@@ -40,12 +44,15 @@ struct Params {
   int* start; int* count;           // [BH, C]: first sorted position, size
   int* permutation;                 // [BH, n] sorted position -> sample
   float* partial;                   // [BH, slots, D]
+  float* distances;                 // [BH, C, C], half the squared distance of two rounded centroids; cold start only
   int B, H, S, C, n, step, chunk, chunks, segments, slots; // sample i is token i * step
   int heads_first;
 };
-static_assert(sizeof(Params) == 160, "group/cuda.py mirrors this structure");
+static_assert(sizeof(Params) == 168, "group/cuda.py mirrors this structure");
 
 DEV u32 lane_id(){ return threadIdx.x & 31; }
+DEV void wait_for_previous(){ // lets the next kernel in; goes on when the one before has ended and its writes are visible
+  asm volatile("griddepcontrol.launch_dependents;"); asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEV bool finite(float x){ return fabsf(x) <= 3.402823466e38f; }
 #if INPUT_FP16
 DEV float to_f(u16 x){ float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }
@@ -91,6 +98,7 @@ DEV void store_centroid(const Params& p, u64 i /* bh C + c */, const float (&x)[
   if(l == 0) p.half_norm[i] = 0.5f * s; }
 
 extern "C" __global__ void __launch_bounds__(128) init(const __grid_constant__ Params p){
+  wait_for_previous();
   const u32 i = blockIdx.x * 4 + (threadIdx.x >> 5), l = lane_id();
   if(i >= (u32)p.B * p.H * p.C) return;
   const u32 bh = i / p.C, c = i - bh * p.C; float x[4];
@@ -186,9 +194,10 @@ template<int THREADS> DEV void assign_tokens(const Params& p){
   __syncthreads();
   for(int i = threadIdx.x; i < p.C; i += THREADS) p.histogram[((u64)bh * p.chunks + x) * p.C + i] = hist[i];
 }
-extern "C" __global__ void __launch_bounds__(256, 2) assign(const __grid_constant__ Params p){ assign_tokens<256>(p); }
-extern "C" __global__ void __launch_bounds__(512, 1) assign_wide(const __grid_constant__ Params p){ assign_tokens<512>(p); } // over 256 clusters: one CTA fills the SM
+extern "C" __global__ void __launch_bounds__(256, 2) assign(const __grid_constant__ Params p){ wait_for_previous(); assign_tokens<256>(p); }
+extern "C" __global__ void __launch_bounds__(512, 1) assign_wide(const __grid_constant__ Params p){ wait_for_previous(); assign_tokens<512>(p); } // over 256 clusters: one CTA fills the SM
 extern "C" __global__ void __launch_bounds__(512) scan(const __grid_constant__ Params p){
+  wait_for_previous();
   __shared__ int warp_sum[16];
   const int c = threadIdx.x, lane = lane_id(); const u64 bh = blockIdx.x;
   int run = 0;
@@ -214,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(512) scan(const __grid_constant__ P
 }
 
 extern "C" __global__ void __launch_bounds__(256) scatter(const __grid_constant__ Params p){
+  wait_for_previous();
   extern __shared__ int place[]; // [8 warps][C]
   const int w = threadIdx.x >> 5, lane = lane_id(); u32 bh, x; split(blockIdx.x, p.chunks, p, bh, x);
   for(int i = threadIdx.x; i < 8 * p.C; i += 256) place[i] = 0;
@@ -241,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(256) scatter(const __grid_constant_
 }
 
 extern "C" __global__ void __launch_bounds__(128) segment_sum(const __grid_constant__ Params p){
+  wait_for_previous();
   const u32 i = blockIdx.x * 4 + (threadIdx.x >> 5), lane = lane_id();
   if(i >= (u32)p.B * p.H * p.segments) return;
   const u32 bh = i / p.segments, seg = i - bh * p.segments;
@@ -268,6 +279,7 @@ extern "C" __global__ void __launch_bounds__(128) segment_sum(const __grid_const
 }
 
 extern "C" __global__ void __launch_bounds__(128) update(const __grid_constant__ Params p){
+  wait_for_previous();
   __shared__ float4 part[4][32];
   const u32 w = threadIdx.x >> 5, lane = lane_id(), bh = blockIdx.x / p.C, c = blockIdx.x - bh * p.C;
   const int n = p.count[blockIdx.x], first = p.start[blockIdx.x];
@@ -288,41 +300,76 @@ extern "C" __global__ void __launch_bounds__(128) update(const __grid_constant__
   if(__all_sync(~0u, ok)) store_centroid(p, blockIdx.x, x);
 }
 
+extern "C" __global__ void __launch_bounds__(128) distances(const __grid_constant__ Params p){
+  wait_for_previous();
+  const u32 rows = (p.C + 15) / 16, columns = (p.C + 63) / 64, i = blockIdx.x * 4 + (threadIdx.x >> 5);
+  if(i >= (u32)p.B * p.H * rows * columns) return;
+  const u32 bh = i / (rows * columns), tile = i - bh * (rows * columns), g = lane_id() >> 2, c = lane_id() & 3;
+  const int y0 = 16 * (tile / columns), x0 = 64 * (tile % columns);
+  const float* norm = p.half_norm + (u64)bh * p.C;
+  auto pair = [&](int n, int channel){ return *(const u32*)(p.rounded + ((u64)bh * p.C + min(n, p.C - 1)) * D + channel + 2*c); };
+  u32 a[8][4];
+#pragma unroll
+  for(int k = 0; k < 8; k++)
+#pragma unroll
+    for(int e = 0; e < 4; e++) a[k][e] = pair(y0 + g + 8 * (e & 1), 16*k + 8 * (e >> 1));
+  for(int x = x0; x < min(x0 + 64, p.C); x += 8){
+    float d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for(int k = 0; k < 8; k++)
+      asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+          : "r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]), "r"(pair(x + g, 16*k)), "r"(pair(x + g, 16*k + 8)));
+#pragma unroll
+    for(int e = 0; e < 4; e++){
+      const int row = y0 + g + 8 * (e >> 1), column = x + 2*c + (e & 1);
+      if(row < p.C && column < p.C) p.distances[((u64)bh * p.C + row) * p.C + column] = fmaxf((norm[row] + norm[column]) - d[e], 0.f); }
+  }
+}
+
+// place[centroid] = its position in the chain. Lane l of one warp has centroids l, l + 32, .., N of them. Non-negative floats sort as
+// integers; NONE marks those that already have a place.
+template<int N> DEV void walk(const Params& p, u64 bh, u16* place){
+  constexpr u32 NONE = ~0u;
+  const u32 lane = lane_id(); u32 key[N], waiting = 0;
+#pragma unroll
+  for(int e = 0; e < N; e++){
+    const bool live = 32*e + (int)lane < p.C;
+    if(live) waiting |= 1u << e;
+    key[e] = live ? 0x7f800000u - __float_as_uint(p.half_norm[bh * p.C + 32*e + lane]) : NONE; } // first: the longest
+  for(int k = 0; k < p.C; k++){
+    u32 least[N];
+#pragma unroll
+    for(int e = 0; e < N; e++) least[e] = key[e];
+#pragma unroll
+    for(int s = N / 2; s; s /= 2)
+#pragma unroll
+      for(int e = 0; e < s; e++) least[e] = min(least[e], least[e + s]);
+    const u32 low = __reduce_min_sync(~0u, least[0]);
+    u32 hits = 0;
+#pragma unroll
+    for(int e = 0; e < N; e++) hits |= key[e] == low ? 1u << e : 0u;
+    const u32 next = __reduce_min_sync(~0u, hits ? 32 * (__ffs(hits) - 1) + lane : NONE); // the smaller number wins a tie
+    if((next & 31) == lane){ waiting &= ~(1u << (next >> 5)); place[next] = k; }
+    const float* d = p.distances + (bh * p.C + next) * p.C + lane;
+#pragma unroll
+    for(int e = 0; e < N; e++) key[e] = (waiting >> e) & 1 ? __float_as_uint(d[32*e]) : NONE;
+  }
+}
 extern "C" __global__ void __launch_bounds__(512, 1) chain(const __grid_constant__ Params p){
-  __shared__ float now[D]; __shared__ u32 key[16], who[16];
-  const u32 c = threadIdx.x, w = c >> 5, lane = lane_id(); const u64 bh = blockIdx.x;
-  const bool live = c < (u32)p.C; bool waiting = live;
+  wait_for_previous();
+  __shared__ u16 places[MOST_CLUSTERS];
+  const u32 c = threadIdx.x; const u64 bh = blockIdx.x;
+  const bool live = c < (u32)p.C;
   u32 row[64]; float norm = 0.f;
 #pragma unroll
   for(int i = 0; i < 16; i++){
     const uint4 f = live ? *(const uint4*)(p.rounded + (bh * p.C + c) * D + 8*i) : make_uint4(0, 0, 0, 0);
     row[4*i] = f.x; row[4*i+1] = f.y; row[4*i+2] = f.z; row[4*i+3] = f.w; }
   if(live) norm = p.half_norm[bh * p.C + c];
-  int place = 0;
-  u32 bits = 0x7f800000u - __float_as_uint(norm); // first: the longest centroid; non-negative floats sort as integers
-  for(int k = 0; k < p.C; k++){
-    if(!waiting) bits = 0xffffffffu;
-    const u32 low = __reduce_min_sync(~0u, bits), hit = __ballot_sync(~0u, bits == low);
-    if(lane == 0){ key[w] = low; who[w] = 32*w + __ffs(hit) - 1; }
-    __syncthreads();
-    u32 best = key[0], next = who[0];
-#pragma unroll
-    for(int i = 1; i < 16; i++) if(key[i] < best){ best = key[i]; next = who[i]; } // the smaller number wins a tie
-    if(c == next){
-      waiting = false; place = k;
-#pragma unroll
-      for(int i = 0; i < 32; i++) *(float4*)(now + 4*i) = make_float4(lo(row[2*i]), hi(row[2*i]), lo(row[2*i+1]), hi(row[2*i+1])); }
-    __syncthreads();
-    if(32 * w >= (u32)p.C) continue; // a whole warp without centroids
-    float s0 = 0.f, s1 = 0.f;
-#pragma unroll
-    for(int i = 0; i < 32; i++){
-      asm volatile("" : "+r"(row[2*i]), "+r"(row[2*i+1])); // keeps the unpacked row out of registers
-      const float4 y = *(const float4*)(now + 4*i);
-      s0 = fmaf(y.x, lo(row[2*i]), s0); s1 = fmaf(y.y, hi(row[2*i]), s1); s0 = fmaf(y.z, lo(row[2*i+1]), s0); s1 = fmaf(y.w, hi(row[2*i+1]), s1); }
-    bits = __float_as_uint(fmaxf((p.half_norm[bh * p.C + next] + norm) - (s0 + s1), 0.f)); // half the squared distance
-  }
-  __syncthreads(); // all reads of half_norm are done
+  if(c < 32){ if(p.C <= 256) walk<8>(p, bh, places); else walk<16>(p, bh, places); }
+  __syncthreads(); // everyone holds its row, the places are known
+  const int place = live ? places[c] : 0;
   if(live){
     p.half_norm[bh * p.C + place] = norm;
     u16* r = p.rounded + (bh * p.C + place) * D;

@@ -10,8 +10,8 @@
 //           write_value  CTA = 4 blocks: residual against the stored mean, E4M3, transposed, keys permuted.
 //           write_query  as write_key: rotate, INT8 with one scale per row.
 //           write_means  CTA = 16 blocks.
-// PRECISE: write_key gives every 128 rows a scale of their own, write_value makes INT8 with a scale per block and channel (from the
-//          range of the block, which value_stats leaves in block_range), write_means stores those scales.
+// PRECISE: the attention kernel reads v itself. So value_check, which only looks for NaN and infinity, stands in for value_stats, and
+//          write_value and write_means are left out; write_key gives every 128 rows a scale of their own.
 //
 // Rotation. Sylvester-Hadamard of 128 = 2^7: a thread loads 16 bytes (channel bits 2..0; its place in the quad is bits 4, 3; the load
 // number is bits 6, 5). One m16n8k16 product with a 16 x 16 sign matrix mixes bits 4, 3, 1, 0 (16-bit inputs times +-1 are exact, FP32
@@ -36,11 +36,12 @@ constexpr int D = 128, BLOCK = 128;
 constexpr int KEY_CHUNK = 512;        // key tokens per CTA of key_stats
 constexpr int VALUE_CHUNK = 8;        // blocks per CTA of value_stats
 constexpr int WRITE_ROWS = 256;       // rows per CTA of write_query and write_key
-constexpr int VALUE_BLOCKS = 4;       // blocks per CTA of write_value
 constexpr int CTAS = VEC == 16 ? 4 : VEC == 8 ? 3 : 2; // per SM; narrow loads need more registers
 constexpr int WRITE_CTAS = VEC == 16 ? 3 : 2; // 4 would spill a few bytes and gains 0.4 %
 constexpr float INV_SQRT_D = 0.08838834764831845f;
-constexpr int FLAG_NOT_FINITE = 1, FLAG_CAPPED = 2;
+// Codes per 256 units: below 0.16 a score needs more bits than the fast kernel has; the precise one takes any.
+constexpr float Q_SCALE_MIN = PRECISE ? 0x1p-10f : 0.16f;
+constexpr int FLAG_NOT_FINITE = 1;
 
 struct Params {
   const u16 *q, *k, *v;                           // 16-bit elements
@@ -49,22 +50,23 @@ struct Params {
   u32 *q8; float *q_scale;                        // [BH, S_q_pad, D], [BH, S_q_pad]
   u32 *k8; float *k_scale;                        // [BH, S_kv_pad, D], [BH]
   u32 *v8; float *v_scale; u32 *means;            // [BH, D, S_kv_pad], [BH, D], half [BH, D, NB16]
-  int *flag;                                      // [1], FLAG_* bits are or-ed in; CAPPED: a row wanted q_scale > 128
+  int *flag;                                      // [1], FLAG_NOT_FINITE
   float *key_partial;                             // [BH, key_chunks, 3, D]
-  float *value_partial;                           // [BH, value_chunks, 2, D]
+  float *value_partial;                           // [BH, value_chunks, 2, D]; if PRECISE [BH, value_chunks], 0 or infinity
   float *key_mean;                                // [BH, D], rotated, not normalized
   float *block_mean;                              // [BH, NB, D]
-  float *k_block_scale, *v_block_scale;           // [BH, NB], [BH, NB, D], relative to k_scale and v_scale; only if PRECISE
-  float *block_range;                             // [BH, NB, 2, D]: smallest and largest v; only if PRECISE
+  float *k_block_scale;                           // [BH, NB], relative to k_scale; only if PRECISE
   int B, H, S_q, S_kv, S_q_pad, S_kv_pad, NB, NB16, key_chunks, value_chunks;
   int q_heads_first, k_heads_first, gather_heads_first; // 1: neighbouring CTAs take neighbouring heads (tokens far apart in memory, read in order)
   int demean;                                     // 0: block means are taken as zero
   float score_scale;                              // 8 * log2(e) * softmax scale
 };
-static_assert(sizeof(Params) == 288, "quantize/cuda.py mirrors this structure");
+static_assert(sizeof(Params) == 272, "quantize/cuda.py mirrors this structure");
 
 // --- small pieces -----------------------------------------------------------------------------------------------------------------
 DEV u32 lane_id(){ return threadIdx.x & 31; }
+DEV void join_the_chain(){ // the next kernel may be brought in; this one goes on when the one before has ended and its writes are visible
+  asm volatile("griddepcontrol.launch_dependents;"); asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEV float h2f(u16 x){ float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }
 DEV u16 f2h(float x){ u16 h; asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(x)); return h; }
 DEV u16 f2h_up(float x){ u16 h; asm("cvt.rp.f16.f32 %0,%1;" : "=h"(h) : "f"(x)); return h; }
@@ -74,14 +76,14 @@ DEV float lo(u32 x){ return h2f((u16)(x & 0xffff)); }
 DEV float hi(u32 x){ return h2f((u16)(x >> 16)); }
 DEV u32 min2(u32 a, u32 b){ u32 d; asm("min.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEV u32 max2(u32 a, u32 b){ u32 d; asm("max.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-constexpr u32 ONE = 0x3c00, POS_INF2 = 0x7c007c00, NEG_INF2 = 0xfc00fc00;
+constexpr u32 ONE = 0x3c00, POS_INF2 = 0x7c007c00;
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #else
 DEV float lo(u32 x){ return __uint_as_float(x << 16); }
 DEV float hi(u32 x){ return __uint_as_float(x & 0xffff0000u); }
 DEV u32 min2(u32 a, u32 b){ u32 d; asm("min.bf16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
 DEV u32 max2(u32 a, u32 b){ u32 d; asm("max.bf16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
-constexpr u32 ONE = 0x3f80, POS_INF2 = 0x7f807f80, NEG_INF2 = 0xff80ff80;
+constexpr u32 ONE = 0x3f80, POS_INF2 = 0x7f807f80;
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #endif
 DEV void mma0(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1){ // d = a b
@@ -190,10 +192,9 @@ DEV void write_query(const Params& p, u32 cta){
     for(int r = 0; r < 2; r++){
       const int t = t0 + 8*r; const bool real = t <= last;
       const float want = real ? m[r] * cn / 127.f * sk256 : 0.f;      // codes (1/8 octave) per 256 units of q8.k8
-      const float scale = h2f(f2h_up(fminf(fmaxf(want, 0.16f), 128.f)));
+      const float scale = h2f(f2h_up(fminf(fmaxf(want, Q_SCALE_MIN), 128.f)));
       // beyond the cap the row keeps its direction at a smaller length; its scores are 4096 octaves apart all the same
       const float mult = want > 128.f ? 127.f / m[r] : cn * sk256 / scale;
-      if(want > 128.f && c == 0) atomicOr(p.flag, FLAG_CAPPED);
       const u32 row = bh * p.S_q_pad + t; // below 2^31, the host checks
       store_codes(p.q8 + (u64)row * 32 + 2*c, real, r, [&](int u, int i){ return fmaf(x[u][i], mult, MAGIC); });
       if(c == 0) p.q_scale[row] = scale;
@@ -211,7 +212,7 @@ DEV void subtract_mean(float (&x)[8][8], const float* mean /* + 8 c */){
     }
 }
 #if PRECISE
-constexpr float K_SCALE_MIN = 0.45f; // of the head's scale: the attention kernel counts 1023 units for 9.2 octaves
+constexpr float K_SCALE_MIN = 0x1p-10f; // of the head's scale; a block of zeros needs one, too
 DEV float largest_of_cta(float m){ // 128 threads
   __shared__ float part[4];
 #pragma unroll
@@ -352,7 +353,6 @@ DEV void key_stats(const Params& p, u32 cta){
   __syncthreads();
   const int d = threadIdx.x;
   const float s = (part[0][0][d] + part[1][0][d]) + (part[2][0][d] + part[3][0][d]);
-  if(!finite(s)) atomicOr(p.flag, FLAG_NOT_FINITE);
   float* o = p.key_partial + ((u64)bh * p.key_chunks + x) * (3 * D) + d;
   o[0] = s;
   o[D] = fminf(fminf(part[0][1][d], part[1][1][d]), fminf(part[2][1][d], part[3][1][d]));
@@ -368,6 +368,25 @@ DEV void load_rows(u32 (&r)[16][4], const Params& p, u32 bh, const u16* v /* hea
 #pragma unroll
   for(int i = 0; i < 16; i++) load16(r[i], v + (i64)__shfl_sync(~0u, s, half * 16 + i) * p.v_s + 8 * chunk);
 }
+#if PRECISE
+// CTA = 8 blocks of one head. An exponent of ones carries into the sign when its lowest bit is added.
+DEV void value_check(const Params& p, u32 cta){
+  u32 bh, x; split(cta, p.value_chunks, p, p.gather_heads_first, bh, x);
+  const u16* v = head_start(p.v, p.v_b, p.v_h, bh, p.H);
+  const int first = x * VALUE_CHUNK, n = min(VALUE_CHUNK, p.NB - first);
+  constexpr u32 lowest = INPUT_FP16 ? 0x04000400 : 0x00800080;
+  u32 carry = 0;
+  for(int i = 0; i < n; i++){
+    u32 r[16][4]; load_rows(r, p, bh, v, first + i);
+#pragma unroll
+    for(int t = 0; t < 16; t++)
+#pragma unroll
+      for(int e = 0; e < 4; e++) carry |= (r[t][e] & POS_INF2) + lowest;
+  }
+  const bool bad = __syncthreads_or(carry & 0x80008000u);
+  if(threadIdx.x == 0) p.value_partial[(u64)bh * p.value_chunks + x] = bad ? __int_as_float(0x7f800000) : 0.f;
+}
+#else
 DEV void value_stats(const Params& p, u32 cta){
   __shared__ float sums[2][4][D]; __shared__ u32 mins[2][4][D/2], maxs[2][4][D/2];
   const int w = threadIdx.x >> 5, lane = lane_id(), half = lane >> 4, chunk = lane & 15, d = threadIdx.x;
@@ -380,7 +399,7 @@ DEV void value_stats(const Params& p, u32 cta){
     u32 r[16][4]; load_rows(r, p, bh, v, block);
     float s[8]; u32 mn[4], mx[4];
 #pragma unroll
-    for(int e = 0; e < 4; e++){ s[2*e] = s[2*e+1] = 0.f; mn[e] = POS_INF2; mx[e] = NEG_INF2; }
+    for(int e = 0; e < 4; e++){ s[2*e] = s[2*e+1] = 0.f; mn[e] = POS_INF2; mx[e] = POS_INF2 | 0x80008000u; }
 #pragma unroll
     for(int t = 0; t < 16; t++)
 #pragma unroll
@@ -402,21 +421,13 @@ DEV void value_stats(const Params& p, u32 cta){
     bad |= !finite(sum);
     amax = fmaxf(amax, fmaxf(high - mean, mean - low)); mmax = fmaxf(mmax, fabsf(mean));
     p.block_mean[((u64)bh * p.NB + block) * D + d] = mean;
-#if PRECISE
-    float* range = p.block_range + ((u64)bh * p.NB + block) * (2*D) + d; range[0] = low; range[D] = high;
-#endif
   }
-  if(bad) atomicOr(p.flag, FLAG_NOT_FINITE);
   float* o = p.value_partial + ((u64)bh * p.value_chunks + x) * (2 * D) + d;
-  o[0] = amax; o[D] = mmax;
+  o[0] = bad ? __int_as_float(0x7f800000) : amax; o[D] = mmax;
 }
 
 DEV float stored_mean(float mean, float inv){ return h2f(f2h(mean * inv)); } // the value that `means` holds, as float
 DEV float residual(float v, float inv, float stored){ return fmaf(v, inv, -stored); } // in units of v_scale
-#if PRECISE
-constexpr float SMALLEST_RESIDUAL = 1e-30f; // a block below it is its mean
-DEV float largest_residual(float low, float high, float inv, float stored){ return fmaxf(residual(high, inv, stored), -residual(low, inv, stored)); }
-#endif
 DEV void load8(u32 (&r)[2], const u16* p){
 #if VEC >= 8
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p));
@@ -438,18 +449,12 @@ DEV void write_means(const Params& p, u32 cta){ // 16 blocks of one head, thread
   for(int slot = 0; slot < 16; slot++){
     const int block = 16*group + 4*((slot & 1) + 2*(slot >> 3)) + ((slot >> 1) & 3); // the order in which the attention kernel's A fragment holds its row sums
     const u32 b = block < p.NB ? f2h(p.block_mean[((u64)bh * p.NB + block) * D + d] * inv) : 0;
-#if PRECISE
-    if(block < p.NB){
-      const u64 place = (u64)bh * p.NB + block; const float* range = p.block_range + place * (2*D) + d;
-      const float m = largest_residual(range[0], range[D], inv, h2f((u16)b));
-      p.v_block_scale[place * D + d] = m > SMALLEST_RESIDUAL ? m / 127.f : 0.f;
-    }
-#endif
     h[slot >> 1] = slot & 1 ? h[slot >> 1] | (b << 16) : b;
   }
   uint4* o = (uint4*)p.means + ((u64)(bh * D + d) * p.NB16 + 16*group) / 8;
   o[0] = make_uint4(h[0], h[1], h[2], h[3]); o[1] = make_uint4(h[4], h[5], h[6], h[7]);
 }
+constexpr int VALUE_BLOCKS = 4; // per CTA
 DEV void write_value(const Params& p, u32 cta){
   __shared__ uint4 tile[2][D][8]; // [channel][16 keys], column XOR (channel >> 2) & 7; two buffers, so that one barrier per block is enough
   const u32 places = (p.NB + VALUE_BLOCKS - 1) / VALUE_BLOCKS;
@@ -465,9 +470,6 @@ DEV void write_value(const Params& p, u32 cta){
   auto fetch = [&](u32 (&b)[16][2], int s, int half){
 #pragma unroll
     for(int i = 0; i < 16; i++) load8(b[i], v + (i64)__shfl_sync(~0u, s, half * 16 + i) * p.v_s); };
-#if PRECISE
-  float mult[4]; // codes per unit of v_scale
-#endif
   auto convert = [&](const u32 (&b)[16][2], const float (&mean)[4], int block, int half){
     const int real = p.S_kv - block * BLOCK - 32*w - 16*half; // of these 16 keys
 #pragma unroll
@@ -478,11 +480,7 @@ DEV void write_value(const Params& p, u32 cta){
         float x = e & 1 ? hi(b[2*i][e>>1]) : lo(b[2*i][e>>1]), y = e & 1 ? hi(b[2*i+1][e>>1]) : lo(b[2*i+1][e>>1]);
         x = residual(x, inv[e], mean[e]); y = residual(y, inv[e], mean[e]);
         if(real < 16){ if(2*i >= real) x = 0.f; if(2*i + 1 >= real) y = 0.f; }
-#if PRECISE
-        c2[i] = __byte_perm(__float_as_uint(fmaf(x, mult[e], MAGIC)), __float_as_uint(fmaf(y, mult[e], MAGIC)), 0x0040);
-#else
         u16 z; asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;" : "=h"(z) : "f"(y), "f"(x)); c2[i] = z;
-#endif
       }
       // position 4 c + i of 16 holds key (2c, 2c+1, 8+2c, 9+2c)[i]
       tile[block & 1][4*lane + e][(2*w + half) ^ (lane & 7)] = make_uint4(__byte_perm(c2[0], c2[4], 0x5410), __byte_perm(c2[1], c2[5], 0x5410),
@@ -495,14 +493,6 @@ DEV void write_value(const Params& p, u32 cta){
     float mean[4];
     { const float4 m = load_f4(p.block_mean + ((u64)bh * p.NB + block) * D + 4*lane);
       mean[0] = stored_mean(m.x, inv[0]); mean[1] = stored_mean(m.y, inv[1]); mean[2] = stored_mean(m.z, inv[2]); mean[3] = stored_mean(m.w, inv[3]); }
-#if PRECISE
-    { const float* range = p.block_range + ((u64)bh * p.NB + block) * (2*D) + 4*lane;
-      const float4 l = load_f4(range), h = load_f4(range + D);
-      const float m[4] = {largest_residual(l.x, h.x, inv[0], mean[0]), largest_residual(l.y, h.y, inv[1], mean[1]),
-                          largest_residual(l.z, h.z, inv[2], mean[2]), largest_residual(l.w, h.w, inv[3], mean[3])};
-#pragma unroll
-      for(int e = 0; e < 4; e++) mult[e] = m[e] > SMALLEST_RESIDUAL ? 127.f / m[e] : 0.f; }
-#endif
     const bool more = block + 1 < stop;
     convert(r[0], mean, block, 0); if(more) fetch(r[0], s, 0);
     convert(r[1], mean, block, 1); if(more) fetch(r[1], s, 1);
@@ -515,57 +505,85 @@ DEV void write_value(const Params& p, u32 cta){
     }
   }
 }
+#endif
 
 // --- the launches: one for all statistics, one for all operands, so that the tail of one kind is filled by the next ----------------------
 extern "C" __global__ void __launch_bounds__(128, CTAS) stats(const __grid_constant__ Params p){
+  join_the_chain();
+  if(blockIdx.x == 0 && threadIdx.x == 0) *p.flag = 0; // `finish` and `write` raise it
   const u32 values = (u32)p.B * p.H * p.value_chunks;
-  if(blockIdx.x < values) value_stats(p, blockIdx.x); else key_stats(p, blockIdx.x - values);
+#if PRECISE
+  if(blockIdx.x < values) value_check(p, blockIdx.x); else
+#else
+  if(blockIdx.x < values) value_stats(p, blockIdx.x); else
+#endif
+  key_stats(p, blockIdx.x - values);
 }
 extern "C" __global__ void __launch_bounds__(128, WRITE_CTAS) write(const __grid_constant__ Params p){
+  join_the_chain();
   const u32 BH = p.B * p.H;
-  const u32 keys = BH * ((p.S_kv_pad + WRITE_ROWS - 1) / WRITE_ROWS), values = BH * ((p.NB + VALUE_BLOCKS - 1) / VALUE_BLOCKS), queries = BH * ((p.S_q_pad + WRITE_ROWS - 1) / WRITE_ROWS);
+  const u32 keys = BH * ((p.S_kv_pad + WRITE_ROWS - 1) / WRITE_ROWS);
   u32 i = blockIdx.x;
   if(i < keys){ write_key(p, keys - 1 - i); return; } // backwards: what `stats` read last is still in L2
   i -= keys;
+#if PRECISE
+  write_query(p, i);
+#else
+  const u32 values = BH * ((p.NB + VALUE_BLOCKS - 1) / VALUE_BLOCKS), queries = BH * ((p.S_q_pad + WRITE_ROWS - 1) / WRITE_ROWS);
   if(i < values){ write_value(p, i); return; }
   i -= values;
   if(i < queries) write_query(p, i); else write_means(p, i - queries);
+#endif
 }
 
 // --- means and scales from the partials ----------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(1024) finish(const __grid_constant__ Params p){
-  __shared__ float a[8][D], b[8][D], e[8][D];
-  const int d = threadIdx.x & 127, part = threadIdx.x >> 7; const u32 bh = blockIdx.x >> 1;
-  if(blockIdx.x & 1){
-    float amax = 0.f, mmax = 0.f; const float* o = p.value_partial + (u64)bh * p.value_chunks * (2 * D) + d;
+#if PRECISE
+DEV void finish_value(const Params& p, u32 bh){
+  for(int i = threadIdx.x; i < p.value_chunks; i += 1024)
+    if(!finite(p.value_partial[(u64)bh * p.value_chunks + i])) atomicOr(p.flag, FLAG_NOT_FINITE);
+}
+#else
+DEV void finish_value(const Params& p, u32 bh){
+  __shared__ float a[8][D], b[8][D];
+  const int d = threadIdx.x & 127, part = threadIdx.x >> 7;
+  float amax = 0.f, mmax = 0.f; const float* o = p.value_partial + (u64)bh * p.value_chunks * (2 * D) + d;
 #pragma unroll 4
-    for(int i = part; i < p.value_chunks; i += 8){ amax = fmaxf(amax, o[(u64)i * (2*D)]); mmax = fmaxf(mmax, o[(u64)i * (2*D) + D]); }
-    a[part][d] = amax; b[part][d] = mmax; __syncthreads();
-    if(part == 0){
+  for(int i = part; i < p.value_chunks; i += 8){ amax = fmaxf(amax, o[(u64)i * (2*D)]); mmax = fmaxf(mmax, o[(u64)i * (2*D) + D]); }
+  a[part][d] = amax; b[part][d] = mmax; __syncthreads();
+  if(part == 0){
 #pragma unroll
-      for(int i = 1; i < 8; i++){ amax = fmaxf(amax, a[i][d]); mmax = fmaxf(mmax, b[i][d]); }
-      const float s = fmaxf(amax / 448.f, mmax / 60000.f);
-      p.v_scale[bh * D + d] = s == 0.f ? 1.f : fmaxf(s, 1e-30f);
-    }
-  } else {
-    float sum = 0.f, mn = __int_as_float(0x7f800000), mx = __int_as_float(0xff800000); const float* o = p.key_partial + (u64)bh * p.key_chunks * (3 * D) + d;
-#pragma unroll 4
-    for(int i = part; i < p.key_chunks; i += 8){
-      const float* q = o + (u64)i * (3*D); sum += q[0]; mn = fminf(mn, q[D]); mx = fmaxf(mx, q[2*D]); }
-    a[part][d] = sum; b[part][d] = mn; e[part][d] = mx; __syncthreads();
-    if(part == 0){
-#pragma unroll
-      for(int i = 1; i < 8; i++){ sum += a[i][d]; mn = fminf(mn, b[i][d]); mx = fmaxf(mx, e[i][d]); }
-      const float mean = sum / (float)p.S_kv;
-      p.key_mean[bh * D + d] = mean;
-      a[0][d] = fmaxf(mx - mean, mean - mn);
-    }
-    __syncthreads();
-    if(threadIdx.x < 32){
-      float m = fmaxf(fmaxf(a[0][d], a[0][d+32]), fmaxf(a[0][d+64], a[0][d+96]));
-#pragma unroll
-      for(int s = 1; s < 32; s *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, s));
-      if(d == 0) p.k_scale[bh] = fmaxf(m * INV_SQRT_D / 127.f, 1e-10f);
-    }
+    for(int i = 1; i < 8; i++){ amax = fmaxf(amax, a[i][d]); mmax = fmaxf(mmax, b[i][d]); }
+    if(!finite(amax)) atomicOr(p.flag, FLAG_NOT_FINITE);
+    const float s = fmaxf(amax / 448.f, mmax / 60000.f);
+    p.v_scale[bh * D + d] = s == 0.f ? 1.f : fmaxf(s, 1e-30f);
   }
+}
+#endif
+DEV void finish_key(const Params& p, u32 bh){
+  __shared__ float a[8][D], b[8][D], e[8][D];
+  const int d = threadIdx.x & 127, part = threadIdx.x >> 7;
+  float sum = 0.f, mn = __int_as_float(0x7f800000), mx = __int_as_float(0xff800000); const float* o = p.key_partial + (u64)bh * p.key_chunks * (3 * D) + d;
+#pragma unroll 4
+  for(int i = part; i < p.key_chunks; i += 8){
+    const float* q = o + (u64)i * (3*D); sum += q[0]; mn = fminf(mn, q[D]); mx = fmaxf(mx, q[2*D]); }
+  a[part][d] = sum; b[part][d] = mn; e[part][d] = mx; __syncthreads();
+  if(part == 0){
+#pragma unroll
+    for(int i = 1; i < 8; i++){ sum += a[i][d]; mn = fminf(mn, b[i][d]); mx = fmaxf(mx, e[i][d]); }
+    if(!finite(sum)) atomicOr(p.flag, FLAG_NOT_FINITE);
+    const float mean = sum / (float)p.S_kv;
+    p.key_mean[bh * D + d] = mean;
+    a[0][d] = fmaxf(mx - mean, mean - mn);
+  }
+  __syncthreads();
+  if(threadIdx.x < 32){
+    float m = fmaxf(fmaxf(a[0][d], a[0][d+32]), fmaxf(a[0][d+64], a[0][d+96]));
+#pragma unroll
+    for(int s = 1; s < 32; s *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, s));
+    if(d == 0) p.k_scale[bh] = fmaxf(m * INV_SQRT_D / 127.f, 1e-10f);
+  }
+}
+extern "C" __global__ void __launch_bounds__(1024) finish(const __grid_constant__ Params p){
+  join_the_chain();
+  if(blockIdx.x & 1) finish_value(p, blockIdx.x >> 1); else finish_key(p, blockIdx.x >> 1);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from .sampling import sample_step
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "group_sm90.cu"
 HEAD_DIM = 128
-SEGMENT = 128  # as in the source
+SEGMENT = 32  # as in the source
 MOST_CLUSTERS = 512
 WIDE_FROM = 256  # clusters above which `assign_wide` runs
 LEAST_CHUNK = 256  # tokens: 32 for each of the eight warps of `scatter`
@@ -33,7 +34,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("previous", "centroids", "rounded", "half_norm", "labels", "histogram", "start", "count"),
-                *("permutation", "partial"),
+                *("permutation", "partial", "distances"),
             )
         ),
         *(
@@ -43,6 +44,7 @@ class _Params(ctypes.Structure):
     )
 
 
+@cache  # two dtypes, four alignments
 def build(dtype: torch.dtype, row_alignment_bytes: int) -> Source:
     """The source for inputs of one dtype (bf16 or fp16) and one alignment of their rows (16, 8, 4 or 2 bytes)."""
     return Source(SOURCE, "sm_90a", (f"-DINPUT_FP16={int(dtype == torch.float16)}", f"-DVEC={row_alignment_bytes}"))
@@ -50,15 +52,13 @@ def build(dtype: torch.dtype, row_alignment_bytes: int) -> Source:
 
 def refusal(v: Tensor, clusters: int) -> str | None:
     """Why this kernel does not group ``v`` [B, H, S, D]; None if it does."""
-    batch, heads, tokens, head_dim = v.shape
+    head_dim = v.shape[-1]
     if v.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16, float16, not {dtype_name(v.dtype)}"
     if head_dim != HEAD_DIM:
         return f"serves head_dim {HEAD_DIM}, not {head_dim}"
     if clusters > MOST_CLUSTERS:
         return f"makes up to {MOST_CLUSTERS} clusters, not {clusters}"
-    if batch * heads * max(tokens, clusters) >= 2**31:
-        return "serves B * H * S below 2^31"
     return None
 
 
@@ -96,6 +96,7 @@ def group_cuda(v: Tensor, centroids: Tensor | None, clusters: int, iterations: i
         start=4 * rows * clusters,
         count=4 * rows * clusters,
         partial=4 * rows * slots * HEAD_DIM,
+        distances=4 * rows * clusters**2 if previous is None else 0,
     )
     sample = _Params(
         **pointers(v=v, previous=previous, centroids=result, permutation=permutation),
@@ -106,15 +107,12 @@ def group_cuda(v: Tensor, centroids: Tensor | None, clusters: int, iterations: i
     everything = _Params.from_buffer_copy(sample)
     _set_tokens(sample, sampled, step)
     _set_tokens(everything, tokens, 1)
-    steps = _steps(sample, everything, iterations)
     source = build(v.dtype, alignment_bytes(v))
-    launch_all(
-        v.device,
-        [
-            Launch(Kernel(source, name, shared), (blocks, 1, 1), threads, [p])
-            for name, p, blocks, threads, shared in steps
-        ],
-    )
+    launches = [
+        Launch(Kernel(source, name, shared), (blocks, 1, 1), threads, [params], joins=name != "init")
+        for name, params, blocks, threads, shared in _steps(sample, everything, iterations)
+    ]
+    launch_all(v.device, launches)
     return permutation, result
 
 
@@ -134,6 +132,8 @@ def _steps(sample: _Params, everything: _Params, iterations: int) -> list[tuple[
         steps += [("segment_sum", sample, _ceil(rows * sample.segments, 4), 128, 0)]
         steps += [("update", sample, rows * clusters, 128, 0)]
     if not sample.previous:
+        tiles = _ceil(clusters, 16) * _ceil(clusters, 64)
+        steps += [("distances", everything, _ceil(rows * tiles, 4), 128, 0)]
         steps += [("chain", everything, rows, 512, 0)]
     return steps + _assign_and_sort(everything)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..arch import family
 from ..attend.validation import dtype_name, require_finite
-from ..dispatch import AUTO, IMPLEMENTATIONS
+from ..dispatch import AUTO, IMPLEMENTATIONS, ROWS_IN_INT32
 from ..errors import UnsupportedCall
 from ..guard import why_cuda_is_unavailable
 from ..guard_triton import why_grouping_is_unavailable
@@ -53,7 +53,7 @@ def _why_not_cuda(v: Tensor, clusters: int) -> str | None:
         return reason
     from .cuda import refusal
 
-    return refusal(v, clusters) or why_cuda_is_unavailable(v.device, dtype_name(v.dtype))
+    return refusal(v, clusters) or _why_too_large(v, clusters) or why_cuda_is_unavailable(v.device, dtype_name(v.dtype))
 
 
 def _why_not_triton(v: Tensor, clusters: int) -> str | None:
@@ -62,10 +62,20 @@ def _why_not_triton(v: Tensor, clusters: int) -> str | None:
         return reason
     from .triton import refusal
 
-    return refusal(v, clusters) or why_grouping_is_unavailable(v.device, dtype_name(v.dtype))
+    return (
+        refusal(v, clusters)
+        or _why_too_large(v, clusters)
+        or why_grouping_is_unavailable(v.device, dtype_name(v.dtype))
+    )
 
 
 def _why_not_family(implementation: str, v: Tensor) -> str | None:
     families = next(row.families for row in IMPLEMENTATIONS if row.name == implementation)
     name = family(v.device)
     return None if name in families else f"runs on {', '.join(families)}, not on {name}"
+
+
+def _why_too_large(v: Tensor, clusters: int) -> str | None:
+    batch, heads, tokens, _ = v.shape
+    rows = batch * heads * max(tokens, clusters)
+    return None if rows <= ROWS_IN_INT32 else f"serves B * H * S up to {ROWS_IN_INT32}, not {rows}"

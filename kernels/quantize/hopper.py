@@ -47,7 +47,7 @@ class HopperOperands:
         v_scale: float32 [BH, D]: one per channel.
         means: float16 [BH, D, 16 ceil(NB / 16)]: block means / v_scale, blocks in MEAN_ORDER.
         kv_length: S_kv.
-        flags: int32 [1]: bit 0, some q, k or v is not finite; bit 1, a row wanted a q_scale above 128.
+        flags: int32 [1]: 1 where some q, k or v is not finite.
     """
 
     q8: Tensor
@@ -106,15 +106,15 @@ def quantize_keys(k: Tensor) -> tuple[Tensor, Tensor]:
     return pad_rows(round_to_int8(centred * (inverse_root / k_scale))), k_scale
 
 
-def quantize_queries(q: Tensor, k_scale: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q8 [S_q_pad, D] and q_scale [S_q_pad], from q [S_q, D]."""
+def quantize_queries(q: Tensor, k_scale: Tensor, scale: float, least: float = Q_SCALE_MIN) -> tuple[Tensor, Tensor]:
+    """q8 [S_q_pad, D] and q_scale [S_q_pad], not below ``least``, from q [S_q, D]."""
     x = rotate_unnormalized(q)
     codes = constant(8 * math.log2(math.e) * scale, x) * constant(HEAD_DIM**-0.5, x)
     largest = x.abs().amax(1)
     wanted = largest * codes / constant(INT8_MAX, x) * (256 * k_scale)
-    q_scale = _half_not_below(wanted.clamp(Q_SCALE_MIN, Q_SCALE_MAX))
+    q_scale = _half_not_below(wanted.clamp(least, Q_SCALE_MAX))
     factor = torch.where(wanted > Q_SCALE_MAX, constant(INT8_MAX, x) / largest, codes * (256 * k_scale) / q_scale)
-    padding = _half_not_below(constant(Q_SCALE_MIN, x)).expand(-len(x) % BLOCK)
+    padding = _half_not_below(constant(least, x)).expand(-len(x) % BLOCK)
     return pad_rows(round_to_int8(x * factor[:, None])), torch.cat([q_scale, padding])
 
 

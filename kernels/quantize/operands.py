@@ -50,20 +50,16 @@ class Operands8:
 
 @dataclass(frozen=True)
 class Operands8Precise:
-    """Operands of the precise 8-bit mode; as Operands8 but for the values.
+    """Operands of the precise 8-bit mode; scores are ``q.k`` without softmax scale.
 
     Attributes:
         q, k: rotated, int8; k without its mean over tokens.
-        residual: [B, H, S_kv, D] int8.
-        residual_scale: [B, H, ceil(S_kv / 128), D] float32, one per block and channel.
-        means: [B, H, ceil(S_kv / 128), D], 16 bit; None where no means were removed.
+        v: [B, H, S_kv, D], as the caller gave it.
     """
 
     q: ScaledRows
     k: ScaledRows
-    residual: Tensor
-    residual_scale: Tensor
-    means: Tensor | None
+    v: Tensor
 
 
 @dataclass(frozen=True)

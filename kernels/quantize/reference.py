@@ -38,17 +38,9 @@ def quantize8(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, qk_fo
     )
 
 
-def quantize8_precise(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, remove_means: bool):
-    """Operands of the precise 8-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D]; as in ``quantize8``."""
-    blocks = split_values(permute_tokens(v, permutation), remove_means)
-    scale = positive(channel_maxima(blocks.residual) / INT8_MAX)
-    return Operands8Precise(
-        q=scaled_rows(rotate(q), "int8"),
-        k=scaled_rows(permute_tokens(smooth_keys(k), permutation), "int8"),
-        residual=(blocks.residual / expand_blocks(scale, v.shape[2])).round().to(torch.int8),
-        residual_scale=scale,
-        means=blocks.means,
-    )
+def quantize8_precise(q: Tensor, k: Tensor, v: Tensor) -> Operands8Precise:
+    """Operands of the precise 8-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D]."""
+    return Operands8Precise(q=scaled_rows(rotate(q), "int8"), k=scaled_rows(smooth_keys(k), "int8"), v=v)
 
 
 def quantize4(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, remove_means: bool):
@@ -95,10 +87,5 @@ def scaled_rows(x: Tensor, qk_format: str) -> ScaledRows:
 
 def block_maxima(x: Tensor) -> Tensor:
     """[B, H, ceil(S / 128), 1]: largest magnitude in each block of ``x`` [B, H, S, D]."""
-    return channel_maxima(x).amax(3, keepdim=True)
-
-
-def channel_maxima(x: Tensor) -> Tensor:
-    """[B, H, ceil(S / 128), D]: largest magnitude in each block and channel of ``x`` [B, H, S, D]."""
     padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, -x.shape[2] % BLOCK))
-    return padded.unflatten(2, (-1, BLOCK)).amax(3)
+    return padded.unflatten(2, (-1, BLOCK)).amax((3, 4)).unsqueeze(3)

@@ -89,7 +89,7 @@ def test_stopped_run_is_not_called_a_failure_of_the_node(host, pack):
     ids=["cuda", "host", "driver"],
 )
 def test_out_of_memory_passes_through(host, pack, where, error):
-    """ComfyUI unloads models and tries again, or tells the user: hiding it breaks both. The next render is clean."""
+    """ComfyUI unloads its models and tells the user: hiding it breaks both. The next render is clean."""
     expected = fresh(host, pack, steps=3)
     model = pack.patch(host.model(), grouping_window=1.0, refresh_interval=2)
     before = snapshot(model)

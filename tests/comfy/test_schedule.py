@@ -117,6 +117,16 @@ def test_grouping_is_held_between_refreshes(host, pack):
     assert all(call.kernel[0].keywords["grouping"] for call in watch.accelerated())
 
 
+def test_the_precise_mode_groups_nothing(host, pack, caplog):
+    """It keeps the values in 16 bits: a grouping would cost time and memory for nothing."""
+    caplog.set_level("INFO", "VC Attention")
+    model = pack.patch(host.model(), mode="8-bit precise", grouping_window=1.0, refresh_interval=1)
+    _, watch = watched(host, pack, model, "wan", steps=3)
+    assert watch.accelerated()
+    assert not watch.grouped()
+    assert "values not grouped (this mode keeps them in 16 bits)" in caplog.text
+
+
 def two_experts(host, pack, split, steps=10, shift=5.0, **widgets):
     """The Wan2.2 chain: KSamplerAdvanced on the high-noise expert, then on the low-noise one, a node on both."""
     positive, negative = prompts(host)

@@ -114,7 +114,7 @@ def test_auto_on_a_hopper_card_takes_triton_only_where_cuda_cannot_run(monkeypat
 
 @pytest.mark.parametrize(
     "changes",
-    [{"qk_format": "e4m3"}, {"probabilities": "exp2"}, {"heads": 65536}],
+    [{"qk_format": "e4m3"}, {"heads": 65536}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_auto_on_a_hopper_card_takes_triton_for_what_cuda_does_not_make(changes):

@@ -375,6 +375,13 @@ def test_without_a_schedule_each_layer_is_grouped_once(model):
     assert report.groupings == 2 * LAYERS
 
 
+def test_the_precise_mode_groups_nothing(model):
+    with apply(model, mode="8-bit precise") as patch:
+        evaluate(model)
+    assert patch.report().served == LAYERS
+    assert patch.report().groupings == 0
+
+
 def test_another_shape_gets_its_own_grouping(model):
     with apply(model) as handle:
         evaluate(model, 0.9, batch=1)

@@ -30,6 +30,7 @@ from vc_attention.quantize.hopper import (
 from vc_attention.testing import clustered_qkv, quantization_error, random_qkv, relative_l2
 
 D, BLOCK = 128, 128
+MAX_CODE = 114
 SCALE = D**-0.5
 DTYPES = (torch.bfloat16, torch.float16)
 FIELDS = ("q8", "q_scale", "k8", "v8", "v_scale", "means")
@@ -229,10 +230,10 @@ def looped(operands, q_tokens):
     for warp in range(0, q_tokens, 16):
         rows = range(warp, min(warp + 16, q_tokens))
         scale = {row: operands.q_scale[0, row].item() for row in rows}
-        top = {row: math.ceil(100 / scale[row]) for row in rows}
+        top = {row: math.ceil(MAX_CODE / scale[row]) for row in rows}
         shift = {}
         for row in rows:  # kept as a half in units of 2^-24
-            shift[row] = torch.tensor((100 - top[row] * scale[row]) * 2.0**-24).half().item() * 2.0**24
+            shift[row] = torch.tensor((MAX_CODE - top[row] * scale[row]) * 2.0**-24).half().item() * 2.0**24
         offset, weights = dict.fromkeys(rows, 20000), {row: [] for row in rows}
         for tile in range(0, operands.kv_length, BLOCK):
             keys = range(tile, min(tile + BLOCK, operands.kv_length))
@@ -292,18 +293,18 @@ def test_steps_of_the_score_are_eighths_of_an_octave(probabilities, decoded):
     k8[0, 1, :2] = torch.tensor([8, 4])
     operands = dataclasses.replace(operands, q8=q8, k8=k8, q_scale=torch.ones_like(operands.q_scale))
     values = (decoded_values(operands)[0, :2] + decoded_means(operands)[0, :1]) * operands.v_scale
-    p = decoded(100), decoded(99)
+    p = decoded(MAX_CODE), decoded(MAX_CODE - 1)
     expected = (p[0] * values[0] + p[1] * values[1]) / sum(p)
     assert relative_l2(attend_hopper(operands, 16, probabilities=probabilities)[0], expected.expand(16, D)) < 1e-3
 
 
 def test_exponential_and_cast_are_nearer_to_the_exponential_than_expcast():
-    q, k, v = inputs(128, 2048, heads=2, dtype=torch.float16)
+    q, k, v = inputs(128, 2048, heads=8, dtype=torch.float16)
     v[:] = 2.0 * (torch.arange(2048) % 2)[:, None] - 1  # exact in E4M3: the probabilities' error is left
     operands = hopper_operands(q, k, v, scale=SCALE)
     made = {name: attend_hopper(operands, 128, probabilities=name) for name in ("exp2", "expcast")}
     errors = {name: quantization_error(out.view_as(q), q, k, v) for name, out in made.items()}
-    assert errors["exp2"] < 0.95 * errors["expcast"]
+    assert errors["exp2"] < 0.97 * errors["expcast"]
 
 
 @pytest.mark.parametrize("probabilities", ["expcast", "exp2"])
@@ -358,6 +359,15 @@ def test_error_of_clustered_inputs_and_what_grouping_is_worth(dtype):
     }
     assert errors["grouped"] < min(errors["sequence"], errors["no means"]), errors
     assert errors["grouped"] < 3e-2
+
+
+def test_many_small_probabilities_keep_their_weight():
+    """8,192 keys 13 octaves below one: they weigh as much as it does."""
+    tokens = 8192
+    q, k, v = torch.zeros(1, 1, 128, D), torch.zeros(1, 1, tokens + 1, D), -torch.ones(1, 1, tokens + 1, D)
+    q[..., 0], k[0, 0, 0, 0], v[0, 0, 0] = 1.0, 13 * math.log(2) / SCALE, 1.0
+    output = attend_hopper(hopper_operands(q.half(), k.half(), v.half(), scale=SCALE), 128)
+    assert output.abs().max() < 0.1  # with the maximum at code 100 it was 0.99
 
 
 def test_constant_values_come_out_exactly():
@@ -433,12 +443,14 @@ def launches(monkeypatch):
     """Launches of the preparation and the grouping, which do nothing: (kernel, blocks, threads, structure)."""
     made = []
 
-    def launch(kernel, device, grid, threads, arguments):
-        assert grid[1:] == (1, 1)
-        made.append((kernel, grid[0], threads, arguments[0]))
+    def launch_all(device, steps):
+        for number, (kernel, grid, threads, arguments, joins) in enumerate(steps):
+            assert grid[1:] == (1, 1)
+            assert joins == (number > 0)  # every kernel waits for the one before; the first has none
+            made.append((kernel, grid[0], threads, arguments[0]))
 
-    monkeypatch.setattr(prepare_host, "launch", launch)
-    monkeypatch.setattr(group_host, "launch_all", lambda device, steps: [launch(s[0], device, *s[1:]) for s in steps])
+    monkeypatch.setattr(prepare_host, "launch_all", launch_all)
+    monkeypatch.setattr(group_host, "launch_all", launch_all)
     return made
 
 
@@ -449,7 +461,7 @@ def test_preparation_makes_the_tensors_of_the_specification(tokens, launches):
     for name in FIELDS:
         one, other = getattr(made, name), getattr(expected, name)
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride()), name
-    assert made.flags.tolist() == [0]
+    assert (made.flags.shape, made.flags.dtype) == ((1,), torch.int32)
     assert [kernel.name for kernel, *_ in launches] == ["stats", "finish", "write"]
     rows, blocks, q_blocks = 4, -(-tokens // 128), -(-q.shape[2] // 128)
     slots = -(-blocks // 16)
@@ -494,7 +506,9 @@ def test_grouping_launches(tokens, clusters, step, launches):
     assert (centroids.shape, centroids.dtype) == ((1, 2, clusters, D), torch.float32)
     assign = "assign_wide" if clusters > 256 else "assign"
     one_round = [assign, "scan", "scatter", "segment_sum", "update"]
-    assert [kernel.name for kernel, *_ in launches] == ["init", *one_round, *one_round, "chain", *one_round[:3]]
+    assert [kernel.name for kernel, *_ in launches] == [
+        *("init", *one_round, *one_round, "distances", "chain", *one_round[:3])
+    ]
     sampled, everything = launches[1][3], launches[-1][3]
     assert (sampled.n, sampled.step) == (-(-tokens // step), step)
     assert (everything.n, everything.step) == (tokens, 1)
@@ -550,7 +564,7 @@ def shaped(batch, heads, tokens):
         ((1, 1, 2**31 - 1), (1, 1, 1), {}, None),
         ((1, 1, 1), (1, 1, 1), {"demean": False}, None),
         ((1, 1, 1), (1, 1, 1), {"qk_format": "e4m3"}, "makes no e4m3 in 8-bit mode"),
-        ((1, 1, 1), (1, 1, 1), {"probabilities": "exp2"}, "makes no exp2 in 8-bit mode"),
+        ((1, 1, 1), (1, 1, 1), {"probabilities": "exp2"}, None),
         ((2, 32768, 1), (2, 32768, 1), {}, "serves B * H up to 65535, not 65536"),
         ((1, 1, 2**31), (1, 1, 1), {}, "serves B * H * S up to 2147483647, not 2147483648"),
         ((1, 1, 1), (1, 1, 2**31), {}, "serves B * H * S up to 2147483647, not 2147483648"),
@@ -598,7 +612,7 @@ def stand_in_prepare(q, k, v, **arguments):
     return dataclasses.replace(hopper_operands(q, k, v, **arguments), flags=flags)
 
 
-def stand_in_attend(operands, out, *, means=True):
+def stand_in_attend(operands, out, *, means=True, probabilities="expcast"):
     assert run_cuda._writable_in_pairs(out)
     out.copy_(attend_hopper(operands, out.shape[2], means=means).reshape(out.shape))
 
@@ -680,8 +694,6 @@ def test_run_refuses_what_would_have_to_be_loaded_in_a_capture(device_free, monk
         ((1, 1, 5, 128), torch.float32, 2, "takes bfloat16, float16, not float32"),
         ((1, 1, 5, 64), torch.float16, 2, "serves head_dim 128, not 64"),
         ((1, 1, 600, 128), torch.float16, 513, "makes up to 512 clusters, not 513"),
-        ((2, 2**10, 2**20, 128), torch.float16, 256, "serves B * H * S below 2^31"),
-        ((2**22, 1, 1, 128), torch.float16, 512, "serves B * H * S below 2^31"),
     ],
 )
 def test_refusal_of_the_grouping_kernels(shape, dtype, clusters, reason):
@@ -736,6 +748,23 @@ def test_hopper_falls_back_for_auto_alone(make, fault, reason, on):
     assert torch.equal(group_values(v, clusters=4).permutation, group_reference(v, None, 4, 4)[0])
 
 
+@pytest.mark.parametrize(("family", "name"), [("sm_90", "cuda"), ("sm_89", "triton8")])
+@pytest.mark.parametrize(
+    ("shape", "clusters", "rows"),
+    [((2, 2**10, 2**20, D), 256, 2**31), ((2**22, 1, 1, D), 512, 2**31), ((1, 1, 2**31 - 1, D), 256, None)],
+)
+def test_grouping_numbers_rows_with_31_bits(shape, clusters, rows, family, name, on, monkeypatch):
+    on(family)
+    monkeypatch.setattr(group_dispatch, "why_grouping_is_unavailable", lambda device, dtype: None)
+    v = torch.empty(shape, dtype=torch.float16, device="meta")
+    if rows is None:
+        assert group_dispatch.choose_group(v, clusters, name) is not group_dispatch._reference
+        return
+    with pytest.raises(UnsupportedCall, match=rf"serves B \* H \* S up to 2147483647, not {rows}"):
+        group_dispatch.choose_group(v, clusters, name)
+    assert group_dispatch.choose_group(v, clusters, "auto") is group_dispatch._reference
+
+
 def test_the_reference_refuses_bad_numbers_and_names_are_checked():
     v = inputs(1, 40)[2]
     v[0, 0, 3, 3] = float("inf")
@@ -750,7 +779,7 @@ def test_attention_chooses_by_family_and_readiness(monkeypatch):
     q, k, v = random_qkv((1, 2, 40, D), dtype=torch.bfloat16)
     ran = []
     monkeypatch.setattr(run_cuda, "run", lambda *args: ran.append(args) or args[-1].zero_())
-    monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda device, dtype, mode: None)
+    monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda *_: None)
     arguments = (None, SCALE, "BHSD", "auto", "auto", "auto", True)
     for family, serves in (("sm_90", True), ("sm_89", False), ("sm_100", False), ("cpu", False)):
         monkeypatch.setattr(ops, "family", lambda device, family=family: family)
@@ -763,16 +792,14 @@ def test_attention_chooses_by_family_and_readiness(monkeypatch):
                     ops.attention_operator(q, k, v, *arguments, name)
         assert len(ran) == (2 if serves else 0)
     monkeypatch.setattr(ops, "family", lambda device: "sm_90")
-    monkeypatch.setattr(
-        "vc_attention.guard.why_cuda_is_unavailable", lambda device, dtype, mode: "self-test failed (x)"
-    )
+    monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda *_: "self-test failed (x)")
     with pytest.raises(UnsupportedCall, match=r"cuda: self-test failed \(x\)"):
         ops.attention_operator(q, k, v, *arguments, "auto")
 
 
 @pytest.mark.parametrize(
     ("shape", "settings"),
-    [((1, 2, 40), {"qk_format": "e4m3"}), ((1, 2, 40), {"probabilities": "exp2"}), ((1, 65536, 1), {})],
+    [((1, 2, 40), {"qk_format": "e4m3"}), ((1, 65536, 1), {})],
 )
 def test_auto_passes_over_a_kernel_without_the_format_or_the_size(shape, settings, monkeypatch):
     q = torch.zeros(1, 1, 1, D, dtype=torch.bfloat16).expand(*shape, D)

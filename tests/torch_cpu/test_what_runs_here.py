@@ -25,8 +25,8 @@ def cards(monkeypatch):
     asked, answers = [], {}
 
     def readiness(name):
-        def why_not(device, dtype, *mode):
-            asked.append((name, device.index, dtype, *mode))
+        def why_not(device, dtype, *choices):
+            asked.append((name, device.index, dtype, *choices))
             answer = answers.get(name)
             if isinstance(answer, BaseException):
                 raise answer
@@ -72,7 +72,7 @@ def test_every_card_implementation_mode_and_dtype_has_its_line(cards, capsys):
         assert "  grouping by triton, float16: ready" in mine
         assert "  reference, 4-bit, bfloat16: ready" in mine
     assert "  grouping by cuda, float16: runs on sm_90, not on sm_120" in said
-    assert ("cuda", 0, "bfloat16", "8-bit precise") in asked
+    assert ("cuda", 0, "bfloat16", "8-bit precise", None) in asked
     assert ("triton8", 1, "float16") in asked
 
 
