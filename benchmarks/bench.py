@@ -1,10 +1,15 @@
 """Time VC-Attention and every peer found on this machine in one interleaved run; append rows to benchmarks/results/.
 
-    python benchmarks/bench.py [--shapes 1x40x75600,1x12x32768] [--seconds 0.35] [--rounds 2] [--output DIR]
+    python benchmarks/bench.py [--quick] [--shapes 1x40x75600,1x12x32768] [--seconds 0.2] [--rounds 2] [--output DIR]
 
 Needs a GPU with a VC-Attention kernel. Useful work is counted as 4 B H S^2 D FLOP. Inputs are normal, bf16, in
 ComfyUI's layout [B, S, H, D]; the error is relative L2 on sampled rows against attention in float32 on the same inputs.
-The kernel alone is measured as shipped and with one trick switched off at a time, on normal and on clustered inputs.
+The kernel alone, the complete call and the call with a regrouping alternate. At the largest shape the kernel is also
+measured with one trick switched off at a time, on normal and on clustered inputs. Times are with a full queue, as in a
+render; rows whose settings end in "empty queue" include what the GPU waits for the host.
+
+--quick leaves out peers, ablations and emulations, and writes rows only to a folder given by --output: the README is
+drawn from the newest whole run.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ CLUSTERED_GRID = (13, 42, 60)  # 32,760 tokens
 SCHEDULE_STEPS, REFRESH_INTERVAL = 40, 4
 WINDOWS = (0.25, 1.0)
 PRECISE = "8-bit precise"
-BEHIND_WORK = ", behind work"  # end of the settings of what is timed with a full queue
+SHIPPED, HELD, REGROUPED = "as shipped", "held grouping", "warm regrouping"
+EMPTY_QUEUE = ", empty queue"  # end of the settings of what is timed while the GPU has nothing else to do
 SAGE_FORMATS = "sageattention2_formats (emulated)"
 
 
@@ -42,26 +48,40 @@ def main() -> int:
     options = _options()
     run = {"run": uuid.uuid4().hex[:12], **rows.environment()}
     peak = fp8_peak()
-    output = options.output or rows.RESULTS
-    path = output / f"{run['gpu'].lower().replace(' ', '-')}.jsonl"
     print(f"{run['gpu']}, FP8 product 8192^3: {peak:.0f} TFLOP/s", flush=True)
-    for shape in options.shapes.split(","):
-        batch, heads, tokens = (int(size) for size in shape.split("x"))
-        made = bench_shape((batch, heads, tokens, HEAD_DIM), options)
+    path = _path(options, run["gpu"])
+    shapes = [(*map(int, shape.split("x")), HEAD_DIM) for shape in options.shapes.split(",")]
+    largest = max(shapes, key=flop)
+    for shape in shapes:
+        made = bench_shape(shape, options, ablations=shape == largest)
         for row in made:
             row |= {"peak_tflops": peak}
             if row.get("tflops"):
                 row["peak_share"] = row["tflops"] / peak
-        rows.append([{**run, **row} for row in made], path)
-    rows.append([{**run, **row} for row in clustered_errors()], path)
-    print(f"rows appended to {path}")
+        _append(run, made, path)
+    if not options.quick:
+        _append(run, clustered_errors(), path)
     return 0
+
+
+def _path(options: argparse.Namespace, gpu: str) -> Path | None:
+    """Where the rows go, if anywhere."""
+    folder = options.output or (None if options.quick else rows.RESULTS)
+    return None if folder is None else folder / f"{gpu.lower().replace(' ', '-')}.jsonl"
+
+
+def _append(run: dict, made: list[dict], path: Path | None) -> None:
+    for row in made:
+        print(summary(row), flush=True)
+    if path is not None:
+        rows.append([{**run, **row} for row in made], path)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="our own calls alone")
     parser.add_argument("--shapes", default=DEFAULT_SHAPES, help="BxHxS, comma separated")
-    parser.add_argument("--seconds", type=float, default=0.35, help="of every variant in every round")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of every variant in every round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, help="folder for the rows instead of benchmarks/results")
     return parser.parse_args()
@@ -76,42 +96,57 @@ def fp8_peak() -> float:
     def product():
         return torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    samples = interleave({"product": product}, rounds=2, seconds_per_turn=0.6)["product"]
+    samples = interleave([{"product": product}], rounds=2, seconds_per_call=0.5)["product"]
     return 2 * size**3 / samples.quantile(0.5) / 1e9
 
 
-def bench_shape(shape: tuple[int, int, int, int], options: argparse.Namespace) -> list[dict]:
-    """Rows of one shape: our kernel and its ablations, the complete call, peers, grouping, scratch memory."""
+def flop(shape: tuple[int, int, int, int]) -> int:
+    """Useful work of an attention call."""
+    batch, heads, tokens, head_dim = shape
+    return 4 * batch * heads * tokens**2 * head_dim
+
+
+def bench_shape(shape: tuple[int, int, int, int], options: argparse.Namespace, ablations: bool) -> list[dict]:
+    """Rows of one shape: our kernel, the complete call, preparation, grouping, scratch memory; peers and ablations."""
     q, k, v = normal_inputs(shape)
     grouping = group_values(v)
     expected = ReferenceRows(q, k, v)
-    variants = {
-        **named("attention_kernel", "cuda", kernel_variants(q, k, v, grouping)),
-        **named("complete_call", "cuda", complete_calls(q, k, v, grouping)),
-        **{("complete_call", name, ""): call for name, call in peers.found(q, k, v).items()},
-        **named("prepare", "cuda", twice({"held grouping": lambda: prepared(q, k, v, grouping.permutation)})),
-        **named(
-            "regroup_extra", "cuda", twice({"warm": lambda: group_values(v, grouping), "cold": lambda: group_values(v)})
-        ),
-    }
+    turns = our_turns(q, k, v, grouping)
+    if not options.quick:
+        turns += alone({("complete_call", name, ""): call for name, call in peers.found(q, k, v).items()})
+        if ablations:
+            turns += alone(named("attention_kernel", "cuda", ablated(q, k, v, grouping)))
+    variants = {key: call for turn in turns for key, call in turn.items()}
     made = []
-    timed = interleave(variants, options.rounds, options.seconds, lambda key: key[2].endswith(BEHIND_WORK))
+    timed = interleave(turns, options.rounds, options.seconds, lambda key: key[2].endswith(EMPTY_QUEUE))
     for key, samples in timed.items():
         row = timed_row(key, samples, shape, grouping)
         if row["operation"] in ("attention_kernel", "complete_call"):
             row["rel_l2"] = expected.error(variants[key]())
         made.append(row)
-    made += [schedule_row(made, shape, window) for window in WINDOWS]
+    made += share_rows(made, shape)
     made.append(scratch_row(q, k, v, grouping, shape))
-    made.append(error_row("error_normal", SAGE_FORMATS, "", shape, expected.sage_formats_error()))
-    for row in made:
-        print(summary(row), flush=True)
+    if not options.quick:
+        made.append(error_row("error_normal", SAGE_FORMATS, "", shape, expected.sage_formats_error()))
     return made
 
 
-def twice(calls: dict[str, Callable]) -> dict[str, Callable]:
-    """Calls by settings, to be timed alone, where short ones wait for the host, and behind other work."""
-    return calls | {settings + BEHIND_WORK: call for settings, call in calls.items()}
+def our_turns(q, k, v, grouping: Grouping) -> list[dict[tuple[str, str, str], Callable]]:
+    """What is timed of our own, in turns of calls that alternate."""
+    complete = complete_calls(q, k, v, grouping)
+    held = {HELD: complete.pop(HELD)}
+    regrouped = {REGROUPED: lambda: attention(q, k, v, grouping=group_values(v, grouping))}
+    compared = {
+        **named("attention_kernel", "cuda", {SHIPPED: kernel_variant(q, k, v, grouping.permutation)}),
+        **named("complete_call", "cuda", held | regrouped),
+    }
+    parts = {
+        **named("prepare", "cuda", {HELD: lambda: prepared(q, k, v, grouping.permutation)}),
+        **named("regroup_extra", "cuda", {"warm": lambda: group_values(v, grouping), "cold": lambda: group_values(v)}),
+    }
+    waiting = named("complete_call", "cuda", held) | parts
+    waiting = {(operation, name, settings + EMPTY_QUEUE): call for (operation, name, settings), call in waiting.items()}
+    return [compared, *alone(named("complete_call", "cuda", complete)), parts, waiting]
 
 
 def named(operation: str, implementation: str, calls: dict[str, Callable]) -> dict[tuple[str, str, str], Callable]:
@@ -119,33 +154,38 @@ def named(operation: str, implementation: str, calls: dict[str, Callable]) -> di
     return {(operation, implementation, settings): call for settings, call in calls.items()}
 
 
+def alone(calls: dict) -> list[dict]:
+    """A turn for every call."""
+    return [{key: call} for key, call in calls.items()]
+
+
 def prepared(q, k, v, permutation, **switches):
     """Operands of the attention kernel."""
     return prepare(q, k, v, scale=HEAD_DIM**-0.5, permutation=permutation, **switches)
 
 
-def kernel_variants(q, k, v, grouping: Grouping) -> dict[str, Callable[[], torch.Tensor]]:
-    """The attention kernel on prepared operands: as shipped, and with one trick switched off at a time.
+def kernel_variant(q, k, v, permutation, demean: bool = True, **switches) -> Callable[[], torch.Tensor]:
+    """The attention kernel on prepared operands."""
+    operands = prepared(q, k, v, permutation, demean=demean)
+    output = torch.empty_like(q)
+
+    def run() -> torch.Tensor:
+        attend_cuda(operands, output, means=demean, **switches)
+        return output
+
+    return run
+
+
+def ablated(q, k, v, grouping: Grouping) -> dict[str, Callable[[], torch.Tensor]]:
+    """The attention kernel with one trick switched off at a time.
 
     The preparation rotates q and k by a symmetric orthogonal matrix, so rotated inputs leave it as they were.
     """
-
-    def variant(q=q, k=k, permutation=grouping.permutation, demean: bool = True, **switches):
-        operands = prepared(q, k, v, permutation, demean=demean)
-        output = torch.empty_like(q)
-
-        def run() -> torch.Tensor:
-            attend_cuda(operands, output, means=demean, **switches)
-            return output
-
-        return run
-
     return {
-        "as shipped": variant(),
-        "means off": variant(demean=False),
-        "grouping off": variant(permutation=None),
-        "expcast off": variant(probabilities="exp2"),
-        "rotation off": variant(rotated(q), rotated(k)),
+        "means off": kernel_variant(q, k, v, grouping.permutation, demean=False),
+        "grouping off": kernel_variant(q, k, v, None),
+        "expcast off": kernel_variant(q, k, v, grouping.permutation, probabilities="exp2"),
+        "rotation off": kernel_variant(rotated(q), rotated(k), v, grouping.permutation),
     }
 
 
@@ -157,11 +197,11 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 def complete_calls(q, k, v, grouping: Grouping) -> dict[str, Callable[[], torch.Tensor]]:
     """The public call, in every 8-bit mode of this machine."""
     calls = {
-        "held grouping": lambda: attention(q, k, v, grouping=grouping),
+        HELD: lambda: attention(q, k, v, grouping=grouping),
         "sequence order": lambda: attention(q, k, v),
     }
     if support(q, k, v, mode=PRECISE, implementation="cuda"):
-        calls["precise, held grouping"] = lambda: attention(q, k, v, grouping=grouping, mode=PRECISE)
+        calls["precise"] = lambda: attention(q, k, v, mode=PRECISE)
     return calls
 
 
@@ -170,7 +210,7 @@ def timed_row(key: tuple[str, str, str], samples: Samples, shape, grouping: Grou
     row = dict(zip(("operation", "implementation", "settings"), key, strict=True)) | {"shape": list(shape)}
     row |= {"dtype": "bfloat16", "layout": "BSHD", "clusters": grouping.clusters, **samples.row()}
     if row["operation"] in ("attention_kernel", "complete_call"):
-        row["tflops"] = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] / row["ms_p50"] / 1e9
+        row["tflops"] = flop(shape) / row["ms_p50"] / 1e9
     return row
 
 
@@ -213,22 +253,22 @@ class ReferenceRows:
         return relative_l2(output.to(self.inputs[0].dtype), self.expected)
 
 
-def schedule_row(made: list[dict], shape, window: float) -> dict:
-    """Grouping averaged over a render, as a share of the complete call: cold once, then warm while the window lasts.
-
-    In a render the queue is full: the host prepares a call while the one before runs.
-    """
+def share_rows(made: list[dict], shape) -> list[dict]:
+    """What the call adds to the kernel, a regrouping to the call, and the groupings of a render to its calls."""
     times = {(row["operation"], row["settings"]): row["ms_p50"] for row in made if row["implementation"] == "cuda"}
-    groupings = len(range(0, round(SCHEDULE_STEPS * window), REFRESH_INTERVAL))
-    cold, warm = (times["regroup_extra", settings + BEHIND_WORK] for settings in ("cold", "warm"))
-    spent = cold + (groupings - 1) * warm
-    return {
-        "operation": "grouping_average",
-        "implementation": "cuda",
-        "settings": f"{SCHEDULE_STEPS} steps, window {window}, interval {REFRESH_INTERVAL}",
-        "shape": list(shape),
-        "share_of_call": spent / SCHEDULE_STEPS / times["complete_call", "held grouping"],
-    }
+    kernel, call = times["attention_kernel", SHIPPED], times["complete_call", HELD]
+    regrouped = times["complete_call", REGROUPED]
+    shares = [
+        {"operation": "call_over_kernel", "settings": HELD, "share_of_kernel": call / kernel - 1},
+        {"operation": "regrouping_over_call", "settings": "warm", "share_of_call": regrouped / call - 1},
+    ]
+    for window in WINDOWS:  # cold once, then warm while the window lasts
+        groupings = len(range(0, round(SCHEDULE_STEPS * window), REFRESH_INTERVAL))
+        spent = times["regroup_extra", "cold"] + (groupings - 1) * times["regroup_extra", "warm"]
+        settings = f"{SCHEDULE_STEPS} steps, window {window}, interval {REFRESH_INTERVAL}"
+        share = spent / SCHEDULE_STEPS / call
+        shares.append({"operation": "grouping_average", "settings": settings, "share_of_call": share})
+    return [{"implementation": "cuda", "shape": list(shape), **row} for row in shares]
 
 
 def scratch_row(q, k, v, grouping, shape) -> dict:
@@ -243,7 +283,7 @@ def scratch_row(q, k, v, grouping, shape) -> dict:
     return {
         "operation": "scratch_bytes",
         "implementation": "cuda",
-        "settings": "held grouping",
+        "settings": HELD,
         "shape": list(shape),
         "bytes": peak,
         "share_of_8bit_tensors": peak / eight_bit,
@@ -255,16 +295,14 @@ def clustered_errors() -> list[dict]:
     q, k, v = clustered_qkv(CLUSTERED_GRID, heads=2, dtype=torch.bfloat16, device="cuda")
     expected, grouping = ReferenceRows(q, k, v), group_values(v)
     calls = {
-        **{("cuda", f"kernel, {name}"): call for name, call in kernel_variants(q, k, v, grouping).items()},
+        ("cuda", f"kernel, {SHIPPED}"): kernel_variant(q, k, v, grouping.permutation),
+        **{("cuda", f"kernel, {name}"): call for name, call in ablated(q, k, v, grouping).items()},
         **{("cuda", name): call for name, call in complete_calls(q, k, v, grouping).items()},
         **{(name, ""): call for name, call in peers.found(q, k, v).items()},
     }
     errors = {key: expected.error(call()) for key, call in calls.items()}
     errors[SAGE_FORMATS, ""] = expected.sage_formats_error()
-    made = [error_row("error_clustered", *key, q.shape, error) for key, error in errors.items()]
-    for row in made:
-        print(summary(row), flush=True)
-    return made
+    return [error_row("error_clustered", *key, q.shape, error) for key, error in errors.items()]
 
 
 def summary(row: dict) -> str:
@@ -275,6 +313,7 @@ def summary(row: dict) -> str:
         ("tflops", "{:.0f} TFLOP/s"),
         ("rel_l2", "error {:.4f}"),
         ("watts", "{:.0f} W"),
+        ("share_of_kernel", "{:.2%} of the kernel"),
         ("share_of_call", "{:.2%} of the call"),
         ("share_of_8bit_tensors", "{:.3f} of the 8-bit tensors"),
     ):

@@ -103,7 +103,7 @@ def outcome(v: Tensor, grouping: Grouping) -> dict:
 def time_of(v: Tensor, previous: Grouping | None, clusters: int, iterations: int) -> float:
     """Milliseconds on the GPU with work queued before, as in a render."""
     call = {"grouping": lambda: group_values(v, previous, clusters=clusters, iterations=iterations)}
-    return rounded(interleave(call, ROUNDS, TURN_SECONDS, behind_work=lambda name: True)["grouping"].quantile(0.5))
+    return rounded(interleave([call], ROUNDS, TURN_SECONDS)["grouping"].quantile(0.5))
 
 
 def two_levels(v: Tensor, coarse: int, fine: int) -> Grouping:

@@ -1,21 +1,24 @@
 """Interleaved GPU timing: every variant once per round, so that clocks and heat are shared fairly.
 
-A long attention call runs at the card's power limit; what is compared must run in the same minutes.
+A long attention call runs at the card's power limit; what is compared must run in the same minutes, and what is
+compared to the percent must take turns call by call.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from rows import device_uuid
 
-CALLS_IN_FLIGHT = 4  # so that the GPU does not wait for the host between short calls
+LEAD_SECONDS = 0.1  # untimed at the beginning of a turn, so that the card is as warm as the calls make it
+CALLS_IN_FLIGHT = 4  # so that the GPU does not wait for the host
+LONG_CALL_SECONDS = 0.05  # from here on two: more would outlast a turn
+SHORT_CALL_SECONDS = 0.002  # up to here other work is queued before a call: the host is slower than the GPU
 WORK_CYCLES = 2_000_000  # about a millisecond, longer than the host needs for any short call
-LONG_CALL_SECONDS = 0.05  # from here on one at a time: four would outlast a turn
 
 
 @dataclass
@@ -43,47 +46,66 @@ class Samples:
 
 
 def interleave(
-    variants: dict[str, Callable[[], object]],
+    turns: Sequence[dict[object, Callable[[], object]]],
     rounds: int,
-    seconds_per_turn: float,
-    behind_work: Callable[[str], bool] = lambda name: False,
-) -> dict[str, Samples]:
-    """Time every variant in turn, ``rounds`` times over, for about ``seconds_per_turn`` each.
+    seconds_per_call: float,
+    on_empty_queue: Callable[[object], bool] = lambda name: False,
+) -> dict[object, Samples]:
+    """Time the calls of every turn, ``rounds`` times over, for about ``seconds_per_call`` each: samples by name.
 
-    Each turn begins with one untimed call. Times are CUDA events around single calls. Variants chosen by
-    ``behind_work`` have other work queued before them, as every call of a render has: the host's time is then hidden.
+    Calls of one turn alternate and share its readings of power and clock. Times are CUDA events around single calls.
+    The queue is never empty, as in a render, where the host prepares a call while the one before runs; but calls chosen
+    by ``on_empty_queue`` begin when the GPU has nothing to do, and their times include the host's.
     """
-    samples = {name: Samples() for name in variants}
+    samples = {name: Samples() for turn in turns for name in turn}
     with _PowerMeter() as meter:
         for _ in range(rounds):
-            for name, call in variants.items():
-                started = time.monotonic()
-                call()
-                torch.cuda.synchronize()
-                long = time.monotonic() - started > LONG_CALL_SECONDS
+            for turn in turns:
+                seconds = _lead_in(turn)
                 meter.readings.clear()
-                calls_in_flight = 1 if long else CALLS_IN_FLIGHT
-                _turn(call, samples[name], seconds_per_turn, calls_in_flight, behind_work(name))
-                samples[name].watts += [watts for watts, _ in meter.readings]
-                samples[name].sm_mhz += [mhz for _, mhz in meter.readings]
+                for name, ms in _turn(turn, seconds, seconds_per_call * len(turn), on_empty_queue):
+                    samples[name].ms.append(ms)
+                for name in turn:
+                    samples[name].watts += [watts for watts, _ in meter.readings]
+                    samples[name].sm_mhz += [mhz for _, mhz in meter.readings]
     return samples
 
 
-def _turn(call, samples: Samples, seconds: float, calls_in_flight: int, behind_work: bool) -> None:
-    deadline = time.monotonic() + seconds
-    pending = []
-    while time.monotonic() < deadline or not pending:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if behind_work:
-            torch.cuda._sleep(WORK_CYCLES)
-        start.record()
-        call()
-        end.record()
-        pending.append((start, end))
-        if len(pending) % calls_in_flight == 0:
-            end.synchronize()
+def _lead_in(turn: dict) -> dict[object, float]:
+    """Call everything untimed for a while, at least once; the seconds that each took with the host's share."""
+    seconds = {}
+    deadline = time.monotonic() + LEAD_SECONDS
+    while not seconds or time.monotonic() < deadline:
+        for name, call in turn.items():
+            torch.cuda.synchronize()
+            started = time.monotonic()
+            call()
+            torch.cuda.synchronize()
+            seconds[name] = time.monotonic() - started
+    return seconds
+
+
+def _turn(turn: dict, seconds: dict, seconds_in_all: float, on_empty_queue: Callable) -> list[tuple[object, float]]:
+    """Names and milliseconds of single calls."""
+    calls_in_flight = 2 if max(seconds.values()) > LONG_CALL_SECONDS else CALLS_IN_FLIGHT
+    deadline = time.monotonic() + seconds_in_all
+    made = []
+    torch.cuda._sleep(WORK_CYCLES)
+    while time.monotonic() < deadline or not made:
+        for name, call in turn.items():
+            if on_empty_queue(name):
+                torch.cuda.synchronize()
+            elif seconds[name] < SHORT_CALL_SECONDS:
+                torch.cuda._sleep(WORK_CYCLES)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            made.append((name, start, end))
+            if len(made) >= calls_in_flight:
+                made[-calls_in_flight][2].synchronize()
     torch.cuda.synchronize()
-    samples.ms += [start.elapsed_time(end) for start, end in pending]
+    return [(name, start.elapsed_time(end)) for name, start, end in made]
 
 
 class _PowerMeter:

@@ -1,0 +1,86 @@
+"""benchmarks/timing.py with a GPU of paper: what alternates, what has work queued before it, what waits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+class Card:
+    """Time passes only in calls; what happens is noted in order."""
+
+    def __init__(self):
+        self.now, self.noted = 0.0, []
+
+    def call(self, name, seconds):
+        def run():
+            self.now += seconds
+            self.noted.append(name)
+
+        return run
+
+    def event(self, **_):
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, card):
+        self.card = card
+
+    def record(self):
+        self.at = self.card.now
+
+    def synchronize(self):
+        self.card.noted.append("wait for one")
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    made = Card()
+    monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.noted.append("wait for all"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: made.noted.append("work"))
+    return made
+
+
+@pytest.fixture
+def timing(monkeypatch, card):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import timing
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: card.now)
+    monkeypatch.setattr(timing._PowerMeter, "_read", lambda meter: None)
+    return timing
+
+
+def test_calls_of_a_turn_alternate_and_turns_follow_each_other(timing, card):
+    calls = {name: card.call(name, seconds) for name, seconds in (("a", 0.01), ("b", 0.02), ("c", 0.03))}
+    samples = timing.interleave([{"a": calls["a"], "b": calls["b"]}, {"c": calls["c"]}], 2, 0.06)
+    order = [name for name in card.noted if name in calls]
+    # A tenth of a second untimed, then 0.06 seconds a call: four times a and b, twice c.
+    one_round = ["a", "b"] * 4 + ["a", "b"] * 4 + ["c"] * 4 + ["c"] * 2
+    assert order == one_round * 2
+    assert {name: len(found.ms) for name, found in samples.items()} == {"a": 8, "b": 8, "c": 4}
+    assert samples["b"].ms == pytest.approx([20.0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "empty", "begins"),
+    [
+        (0.01, False, ["call", "call", "call", "call", "wait for one"]),  # three are queued while a fourth is made
+        (0.2, False, ["call", "call", "wait for one", "call"]),
+        (0.001, False, ["work", "call", "work", "call"]),  # the host is slower than the GPU
+        (0.001, True, ["wait for all", "call", "wait for all", "call"]),
+        (0.2, True, ["wait for all", "call", "wait for all", "call"]),
+    ],
+)
+def test_the_queue_is_never_empty_unless_asked(seconds, empty, begins, timing, card):
+    turn = {"timed": card.call("call", seconds)}
+    timing.interleave([turn], 1, 0.5, on_empty_queue=lambda name: empty and name == "timed")
+    after_lead_in = card.noted[card.noted.index("work") + 1 :]
+    assert after_lead_in[: len(begins)] == begins
