@@ -43,7 +43,7 @@ VARIANTS: dict[str, Callable[[], list[Variant]]] = {
     "schedule": schedule_variants,
     "long": long_variants,
 }
-STRIP = ("16 bit, start noise + 0.001", "plain FP8", "8-bit", "8-bit precise", "4-bit", "4-bit, means stay")
+STRIP = ("16 bit, start noise + 0.001", "plain FP8", "8-bit", "8-bit precise", "4-bit")
 VALUE_STEPS = 6  # steps at which the values are looked at, spread over the render
 
 

@@ -1,19 +1,26 @@
-"""Fidelity of the 4-bit mode by what is smoothed: output error against exact attention, one row a combination.
+"""Fidelity of the 4-bit mode: output error against exact attention, one row a combination of what is done to inputs.
 
     python benchmarks/fourbit.py [--frames 16 --rows 32 --columns 32 --heads 4] [--out FILE]
+    python benchmarks/fourbit.py --page        # the tables of docs/blackwell.md, from the rows of the last run
 
-The reference recurrence on operands of each combination; nothing is timed. ``value_error`` is what 4-bit values alone
-cost: exact softmax over the decoded values. Rows go to
-benchmarks/results/studies/<device>-fourbit.jsonl, the table to the terminal.
+Three tables: what is smoothed, in which order values stand and how NVFP4 is rounded; each rounding alone and all but
+one; other formats of queries and keys. The mode as it ships also runs through the Triton kernels, on a GPU without
+4-bit products emulated. Nothing is timed. Rows go to benchmarks/results/studies/<device>-fourbit.jsonl.
+
+Inputs are normal numbers, the made-up video layer of testing.py, and q, k and v of calls of the demo's trained model,
+caught in a 16-bit render; of those the root mean square over calls is told.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,141 +28,323 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rows import RESULTS, append, environment
+from laboratory.orders import CUBE, cube_order
+from rows import RESULTS, append, environment, read
+from vc_attention import group_values
 from vc_attention.attend.exact import exact_attention
-from vc_attention.attend.reference import attend4
-from vc_attention.formats import nvfp4_scale, quantize_nvfp4
-from vc_attention.group.blocks import BLOCK, ValueBlocks, permute_tokens, removed_energy
-from vc_attention.group.reference import group_reference
-from vc_attention.quantize.operands import Operands4
-from vc_attention.quantize.reference import smooth_queries, split_values
+from vc_attention.attend.triton4 import attend_triton4
+from vc_attention.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    INT8_MAX,
+    decode_e4m3,
+    encode_e4m3,
+    nvfp4_scale,
+    positive,
+    quantize_nvfp4,
+)
+from vc_attention.group.blocks import BLOCK, block_means, expand_blocks, permute_tokens, removed_energy
+from vc_attention.quantize.nvfp4 import closest_nvfp4, fed_back_nvfp4, feedback, sampled_blocks
+from vc_attention.quantize.reference import split_values
 from vc_attention.quantize.rotation import rotate
-from vc_attention.testing import clustered_qkv, random_qkv, relative_l2
+from vc_attention.quantize.triton4 import prepare4
+from vc_attention.testing import clustered_qkv, random_qkv
 
-CUBE = (2, 8, 8)  # tokens of a static cube: one block of 128
 CLUSTERS = (8, 64, 256)
-ITERATIONS = 4
+LAYERS, STEPS = 6, 8  # of the render whose calls are caught
+CAUGHT = {"cuda": (0, 4), "cpu": (2,)}  # steps
+TERMS = ("Q", "K", "P", "V")
+TOP = E2M1_MAX * E4M3_MAX
 
 
 @dataclass(frozen=True)
-class Smoothing:
-    """What is done to queries and keys before they are rounded to NVFP4."""
+class Method:
+    """What is done to the inputs of a call before attention.
 
-    name: str
-    key_mean: bool = False
-    rotated: bool = False
-    query_means: bool = False
+    Attributes:
+        key_mean, query_means, rotated: smoothing of queries and keys.
+        order: of keys and values: "sequence", "static cube", "k-means" (as the package groups) or "k-means, <count>".
+        demean: block means of the values are removed.
+        rounding: "to 6", "closest" (scale of the least squared error) or "fed back" (and errors of q and k fed back).
+        terms: which operands are rounded.
+        queries: format of queries and keys: "nvfp4", "k in two terms", "e4m3" or "int8" (scales of a row).
+    """
+
+    key_mean: bool = True
+    query_means: bool = True
+    rotated: bool = True
+    order: str = "sequence"
+    demean: bool = False
+    rounding: str = "fed back"
+    terms: tuple[str, ...] = TERMS
+    queries: str = "nvfp4"
+
+    def smoothing(self) -> str:
+        done = {"K mean": self.key_mean, "Hadamard": self.rotated, "Q block means": self.query_means}
+        return ", ".join(name for name, wanted in done.items() if wanted) or "none"
+
+    def values(self) -> str:
+        return f"V-Smooth, {self.order}" if self.demean else "plain"
 
 
-SMOOTHINGS = (
-    Smoothing("none"),
-    Smoothing("K mean", key_mean=True),
-    Smoothing("K mean, Q block means", key_mean=True, query_means=True),
-    Smoothing("Hadamard", rotated=True),
-    Smoothing("K mean, Hadamard", key_mean=True, rotated=True),
-    Smoothing("K mean, Hadamard, Q block means", key_mean=True, rotated=True, query_means=True),
-)
-DEFAULT = SMOOTHINGS[-1]
+SHIPPED = Method(order="k-means", demean=True)
+ROUNDINGS = ("to 6", "closest", "fed back")
 
 
-def operands(q: Tensor, k: Tensor, v: Tensor, smoothing: Smoothing, order: Tensor | None, demean: bool) -> Operands4:
-    """quantize/reference.py's ``quantize4`` with each smoothing step on or off."""
-    q, k = q.float(), k.float()
-    if smoothing.key_mean:
+def smoothing_methods() -> Iterator[Method]:
+    """The main table: each smoothing with plain values, then each order, each with each rounding."""
+    for rounding in ROUNDINGS:
+        plain = Method(rounding=rounding)
+        for key_mean, rotated, query_means in (
+            *((False, False, False), (True, False, False), (True, False, True)),
+            *((False, True, False), (True, True, False), (True, True, True)),
+        ):
+            yield replace(plain, key_mean=key_mean, rotated=rotated, query_means=query_means)
+        smooth = replace(plain, demean=True)
+        for order in ("sequence", "static cube", *(f"k-means, {count}" for count in CLUSTERS), "k-means"):
+            yield replace(smooth, order=order)
+        yield replace(smooth, order="k-means", rotated=False)
+        yield replace(smooth, order="k-means", query_means=False)
+
+
+def term_methods() -> Iterator[Method]:
+    """Each operand rounded alone, and all but each, before and with what the mode does."""
+    for start in (Method(rounding="to 6"), replace(SHIPPED, rounding="to 6"), replace(SHIPPED, demean=False), SHIPPED):
+        for term in TERMS:
+            yield replace(start, terms=(term,))
+            yield replace(start, terms=tuple(other for other in TERMS if other != term))
+
+
+def query_methods() -> Iterator[Method]:
+    """Queries and keys in more bits."""
+    for queries in ("k in two terms", "e4m3", "int8"):
+        yield replace(SHIPPED, queries=queries)
+        yield replace(SHIPPED, queries=queries, demean=False)
+
+
+@dataclass(frozen=True)
+class Call:
+    """q, k, v [B, H, S, D] of one call, the queries that are asked, and the exact output for them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grid: tuple[int, int, int]
+    blocks: Tensor
+    exact: Tensor
+
+    @staticmethod
+    def of(qkv: list[Tensor], grid: tuple[int, int, int], queries: int) -> Call:
+        """``queries`` rows are asked: whole blocks at equal distances."""
+        q, k, v = qkv
+        count = max(1, min(queries, q.shape[2]) // BLOCK)
+        blocks = torch.arange(count, device=q.device) * (q.shape[2] // BLOCK) // count
+        asked = chosen(q, blocks)
+        return Call(q, k, v, grid, blocks, exact_attention(asked, k, v, q.shape[-1] ** -0.5))
+
+    def permutation(self, order: str) -> Tensor | None:
+        """int32 [B, H, S] of an order's name."""
+        if order == "sequence":
+            return None
+        if order == "static cube":
+            return cube_order(self.grid, self.v.device).expand(*self.v.shape[:3])
+        _, _, count = order.partition(", ")
+        return group_values(self.v, clusters=int(count) if count else None).permutation
+
+
+def chosen(x: Tensor, blocks: Tensor) -> Tensor:
+    """Rows of some blocks of x [B, H, S, X]."""
+    return x.unflatten(2, (-1, BLOCK))[:, :, blocks].flatten(2, 3)
+
+
+def attended(call: Call, method: Method, permutation: Tensor | None) -> Tensor:
+    """float32 [B, H, rows, D]: attention with the operands as ``method`` rounds them."""
+    q, k = call.q.float(), call.k.float()
+    if method.key_mean:
         k = (k.double() - k.mean(2, keepdim=True, dtype=torch.float64)).float()
-    if smoothing.rotated:
+    if method.rotated:
         q, k = rotate(q), rotate(k)
-    queries, q_means = smooth_queries(q)
-    if not smoothing.query_means:
-        queries, q_means = q, torch.zeros_like(q_means)
-    keys = permute_tokens(k, order)
-    blocks = split_values(permute_tokens(v, order), demean)
-    residual = blocks.residual.transpose(2, 3)
-    return Operands4(
-        q=quantize_nvfp4(queries, nvfp4_scale(queries, (2, 3))),
-        k=quantize_nvfp4(keys, nvfp4_scale(keys, (2, 3))),
-        q_means=q_means,
-        k_exact=keys,
-        residual=quantize_nvfp4(residual, nvfp4_scale(residual, (3,))),
-        means=blocks.means,
-    )
+    q_means = block_means(q) if method.query_means else torch.zeros_like(block_means(q))
+    q = q - expand_blocks(q_means, q.shape[2])
+    keys = permute_tokens(k, permutation)
+    queries, stored_keys = rounded_rows(q, keys, method)
+    queries = chosen(queries, call.blocks)
+    bias = q_means[:, :, call.blocks] @ keys.transpose(2, 3)
+    scores = queries @ stored_keys.transpose(2, 3) + expand_blocks(bias, queries.shape[2])
+    weights = torch.softmax(scores * q.shape[-1] ** -0.5, dim=-1)
+    residual, means = rounded_values(permute_tokens(call.v, permutation), method)
+    stored = rounded_probabilities(weights) if "P" in method.terms else weights
+    if means is None:
+        return stored @ residual / stored.sum(-1, keepdim=True)
+    return stored @ residual + weights @ expand_blocks(means, call.v.shape[2])
 
 
-def cube_order(grid: tuple[int, int, int], like: Tensor) -> Tensor:
-    """[B, H, S] order that walks the grid cube by cube."""
-    places = torch.arange(grid[0] * grid[1] * grid[2], device=like.device).view(grid)
-    for dim, size in enumerate(CUBE):
-        places = places.unflatten(2 * dim, (-1, size))
-    order = places.permute(0, 2, 4, 1, 3, 5).flatten()
-    return order.expand(*like.shape[:2], -1)
+def rounded_rows(q: Tensor, k: Tensor, method: Method) -> tuple[Tensor, Tensor]:
+    """Smoothed q and k as stored."""
+    if method.queries in ("e4m3", "int8"):
+        return tuple(by_row(x, method.queries) for x in (q, k))
+    made = []
+    for name, x, other in (("Q", q, k), ("K", k, q)):
+        if name not in method.terms:
+            made.append(x)
+            continue
+        rounding = rounder(method.rounding, x, other)
+        stored = rounding(x)
+        made.append(stored + rounding(x - stored) if name == "K" and method.queries == "k in two terms" else stored)
+    return tuple(made)
 
 
-def orders(v: Tensor, grid: tuple[int, int, int]) -> dict[str, Tensor | None]:
-    """Orders of the tokens by name."""
-    grouped = {f"k-means, {count}": group_reference(v, None, count, ITERATIONS)[0] for count in CLUSTERS}
-    return {"sequence": None, "static cube": cube_order(grid, v), **grouped}
+def rounder(rounding: str, x: Tensor, other: Tensor) -> Callable[[Tensor], Tensor]:
+    """NVFP4 and back of rows x that are multiplied with ``other``."""
+    if rounding == "fed back":
+        weights = feedback(rotate(sampled_blocks(other).flatten(2, 3)))  # which turns back: ``other`` is as x is
+        return lambda x: fed_back_nvfp4(x, nvfp4_scale(x, (2, 3)), weights).dequantize()
+    made = quantize_nvfp4 if rounding == "to 6" else closest_nvfp4
+    return lambda x: made(x, nvfp4_scale(x, (2, 3))).dequantize()
 
 
-def inputs(grid: tuple[int, int, int], heads: int, device: str) -> dict[str, list[Tensor]]:
-    """q, k, v in bf16 by name."""
-    tokens = grid[0] * grid[1] * grid[2]
-    clustered = clustered_qkv(grid, heads=heads, dtype=torch.bfloat16, device=device)
-    loud = [x.clone() for x in clustered]
-    for x, factor in zip(loud, (4.0, 6.0), strict=False):  # some channels of q and k with an offset and a wide range
-        x[..., ::29] = x[..., ::29] * factor + 6.0
+def by_row(x: Tensor, number_format: str) -> Tensor:
+    """x in 8 bits with a scale for each row, and back."""
+    largest = INT8_MAX if number_format == "int8" else E4M3_MAX
+    scale = positive(x.abs().amax(-1, keepdim=True) / largest)
+    return (decode_e4m3(encode_e4m3(x / scale)) if number_format == "e4m3" else (x / scale).round()) * scale
+
+
+def rounded_values(v: Tensor, method: Method) -> tuple[Tensor, Tensor | None]:
+    """Residual [B, H, S, D] as stored, and block means."""
+    blocks = split_values(v, method.demean)
+    means = None if blocks.means is None else blocks.means.float()
+    if "V" not in method.terms:
+        return blocks.residual, means
+    exact = blocks.residual.transpose(2, 3)
+    made = quantize_nvfp4 if method.rounding == "to 6" else closest_nvfp4
+    stored = made(exact.contiguous(), nvfp4_scale(exact, (3,))).dequantize().transpose(2, 3)
+    if means is not None and method.rounding != "to 6":
+        means = means + block_means(blocks.residual - stored)
+    return stored, means
+
+
+def rounded_probabilities(weights: Tensor) -> Tensor:
+    """NVFP4 of rows whose largest is 448 x 6, and back; one row maximum for all tiles, not a running one."""
+    unit = weights.amax(-1, keepdim=True) / TOP
+    one = torch.ones((), device=weights.device)
+    rows = (weights / unit).split(1, dim=1)  # heads in turn, for memory
+    return torch.cat([quantize_nvfp4(row, one).dequantize() for row in rows], dim=1) * unit
+
+
+def kernels(call: Call, permutation: Tensor | None) -> Tensor:
+    """The shipped mode by the Triton kernels, for the queries that are asked."""
+    output = torch.empty_like(call.q)
+    scale = call.q.shape[-1] ** -0.5
+    attend_triton4(prepare4(call.q, call.k, call.v, scale=scale, permutation=permutation), output)
+    return chosen(output, call.blocks).float()
+
+
+def relative_error(output: Tensor, exact: Tensor) -> float:
+    """Relative L2."""
+    return float((output.double() - exact.double()).norm() / exact.double().norm())
+
+
+def measured(calls: list[Call], method: Method, orders: dict) -> dict:
+    """A row: root mean square over calls."""
+    errors, removed = [], []
+    for index, call in enumerate(calls):
+        if (index, method.order) not in orders:
+            orders[index, method.order] = call.permutation(method.order)
+        permutation = orders[index, method.order]
+        errors.append(relative_error(attended(call, method, permutation), call.exact))
+        removed.append(float(removed_energy(call.v, permutation).mean()) if method.demean else 0.0)
     return {
-        "random": random_qkv((1, heads, tokens, 128), dtype=torch.bfloat16, device=device),
-        "clustered": clustered,
-        "clustered, loud channels of q and k": loud,
+        "smoothing": method.smoothing(),
+        "values": method.values(),
+        "rounding": method.rounding,
+        "rounded": "".join(method.terms),
+        "queries": method.queries,
+        "calls": len(calls),
+        "removed_energy": sum(removed) / len(removed),
+        "error": math.sqrt(sum(error**2 for error in errors) / len(errors)),
     }
 
 
-def spread_blocks(q: Tensor, queries: int) -> Tensor:
-    """About ``queries`` rows of q: whole blocks at equal distances."""
-    blocks = q.unflatten(2, (-1, BLOCK))
-    step = max(1, q.shape[2] // queries)
-    return blocks[:, :, ::step].flatten(2, 3)
+def input_rows(name: str, calls: list[Call]) -> Iterator[dict]:
+    """All rows of one input."""
+    orders: dict = {}
+    for table, methods in (("main", smoothing_methods()), ("terms", term_methods()), ("queries", query_methods())):
+        for method in methods:
+            yield {"input": name, "table": table, "computed": "torch"} | measured(calls, method, orders)
+    if calls[0].q.is_cuda:
+        errors = [
+            relative_error(kernels(call, orders[index, "k-means"]), call.exact) for index, call in enumerate(calls)
+        ]
+        error = math.sqrt(sum(error**2 for error in errors) / len(errors))
+        shipped = {"smoothing": SHIPPED.smoothing(), "values": SHIPPED.values(), "rounding": SHIPPED.rounding}
+        computed = {"table": "kernels", "computed": "Triton kernels, instructions emulated", "calls": len(calls)}
+        yield {"input": name, **computed, **shipped, "error": error}
 
 
-def measure(name: str, qkv: list[Tensor], grid: tuple[int, int, int], queries: int) -> list[dict]:
-    """Rows of one input: every smoothing with plain values, then every order with the default smoothing."""
-    q, k, v = qkv
-    scale = q.shape[-1] ** -0.5
-    asked = spread_blocks(q, queries)
-    expected = exact_attention(asked, k, v, scale)
-
-    def row(smoothing: Smoothing, order_name: str, order: Tensor | None, demean: bool) -> dict:
-        made = operands(asked, k, v, smoothing, order, demean)
-        output = attend4(made, scale)
-        values = ValueBlocks(made.residual.dequantize().transpose(2, 3), made.means).restore()
-        value_output = exact_attention(asked, permute_tokens(k, order), values, scale)
-        return {
-            "input": name,
-            "smoothing": smoothing.name,
-            "values": f"V-Smooth, {order_name}" if demean else "plain",
-            "removed_energy": removed_energy(v, order).mean().item() if demean else 0.0,
-            "error": relative_l2(output, expected),
-            "value_error": relative_l2(value_output, expected),
-        }
-
-    rows = [row(smoothing, "sequence", None, False) for smoothing in SMOOTHINGS]
-    for order_name, order in orders(v, grid).items():
-        rows.append(row(DEFAULT, order_name, order, True))
-    rows.append(row(SMOOTHINGS[2], f"k-means, {CLUSTERS[-1]}", order, True))
-    rows.append(row(SMOOTHINGS[4], f"k-means, {CLUSTERS[-1]}", order, True))
-    return rows
+def inputs(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, list[Call]]]:
+    """Calls by the name of their inputs, bf16."""
+    grid = (arguments.frames, arguments.rows, arguments.columns)
+    tokens = math.prod(grid)
+    drawn = {
+        "random": random_qkv((1, arguments.heads, tokens, 128), dtype=torch.bfloat16, device=device),
+        "clustered": clustered_qkv(grid, heads=arguments.heads, dtype=torch.bfloat16, device=device),
+    }
+    for name, qkv in drawn.items():
+        yield name, [Call.of(qkv, grid, arguments.queries)]
+    if not arguments.drawn_only:
+        yield "demo model", caught_calls(arguments.queries, device)
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown: one line a combination, one column an input; in brackets the error of the values alone."""
+def caught_calls(queries: int, device: str) -> list[Call]:
+    """Self-attention of every layer at some steps of one render of the demo's model."""
+    from laboratory.renders import ClipSet, Studio
+
+    clips = ClipSet(prompts=1, seeds=1, steps=STEPS, batch=1)
+    calls: list[Call] = []
+
+    def watch(step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if step in CAUGHT[device]:
+            qkv = [x[:1].to(torch.bfloat16) for x in (q, k, v)]
+            calls.append(Call.of(qkv, clips.grid, queries))
+
+    Studio(torch.device(device)).render(clips, None, watch)
+    return calls
+
+
+def page(rows: list[dict]) -> str:
+    """The tables of docs/blackwell.md, from the rows of one run."""
     names = list(dict.fromkeys(row["input"] for row in rows))
-    lines = [f"| q and k | values | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
-    cells = {
-        (row["smoothing"], row["values"], row["input"]): f"{row['error']:.4f} ({row['value_error']:.4f})"
-        for row in rows
-    }
-    for smoothing, values in dict.fromkeys((row["smoothing"], row["values"]) for row in rows):
-        lines.append(f"| {smoothing} | {values} | {' | '.join(cells[smoothing, values, name] for name in names)} |")
+
+    def cells(of: dict, columns: list[dict]) -> str:
+        made = []
+        for column in columns:
+            found = [row for row in rows if (of | column).items() <= row.items()]
+            made.append(f"{found[0]['error']:.4f}" if found else "")
+        return " | ".join(made)
+
+    by_input = [{"input": name} for name in names]
+    lines = [f"| q and k | values | {' | '.join(names)} |", "| --- " * (2 + len(names)) + "|"]
+    mains = [row for row in rows if row["table"] == "main"]
+    for smoothing, values in dict.fromkeys((row["smoothing"], row["values"]) for row in mains):
+        of = {"table": "main", "smoothing": smoothing, "values": values}
+        entries = []
+        for name in by_input:
+            entries.append(" / ".join(cells(of | name, [{"rounding": rounding}]) for rounding in ROUNDINGS))
+        lines.append(f"| {smoothing} | {values} | {' | '.join(entries)} |")
+    terms = [row for row in rows if row["table"] == "terms"]
+    rounded = list(dict.fromkeys(row["rounded"] for row in terms))
+    lines += ["", f"| input | values | rounding | {' | '.join(rounded)} |", "| --- " * (3 + len(rounded)) + "|"]
+    for name, values, rounding in dict.fromkeys((row["input"], row["values"], row["rounding"]) for row in terms):
+        of = {"table": "terms", "input": name, "values": values, "rounding": rounding}
+        lines.append(f"| {name} | {values} | {rounding} | {cells(of, [{'rounded': term} for term in rounded])} |")
+    lines += ["", f"| queries and keys | values | {' | '.join(names)} |", "| --- " * (2 + len(names)) + "|"]
+    others = [row for row in rows if row["table"] == "queries"]
+    for queries, values in dict.fromkeys((row["queries"], row["values"]) for row in others):
+        lines.append(f"| {queries} | {values} | {cells({'queries': queries, 'values': values}, by_input)} |")
+    by_kernels = cells({"table": "kernels"}, by_input)
+    if by_kernels.strip(" |"):
+        lines.append(f"| nvfp4, by the kernels | {SHIPPED.values()} | {by_kernels} |")
     return "\n".join(lines)
 
 
@@ -173,30 +362,35 @@ def cpu_environment() -> dict:
 
 
 def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small = device == "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--frames", type=int, default=16)
+    parser.add_argument("--frames", type=int, default=8 if small else 16)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--columns", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--queries", type=int, default=4096, help="query rows that are computed")
+    parser.add_argument("--heads", type=int, default=1 if small else 4)
+    parser.add_argument("--queries", type=int, default=512 if small else 2048, help="query rows that are computed")
+    parser.add_argument("--drawn-only", action="store_true", help="without the demo's model")
+    parser.add_argument("--page", action="store_true", help="print the tables of the file's last run")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    grid = (arguments.frames, arguments.rows, arguments.columns)
-    shared = {
-        **(environment() if device == "cuda" else cpu_environment()),
-        "operation": "attend4 of the reference",
-        "grid": list(grid),
-        "heads": arguments.heads,
-        "queries": arguments.queries,
-    }
-    file_name = f"{'cpu' if device == 'cpu' else shared['gpu'].lower().replace(' ', '-')}-fourbit.jsonl"
-    rows = []
-    for name, qkv in inputs(grid, arguments.heads, device).items():
-        measured = measure(name, qkv, grid, arguments.queries)
-        append([shared | row for row in measured], arguments.out or RESULTS / "studies" / file_name)
-        rows += measured
-    print(table(rows))
+    shared = {"run": uuid.uuid4().hex[:12], **(cpu_environment() if small else environment())}
+    name = "cpu" if small else shared["gpu"].lower().replace(" ", "-")
+    path = arguments.out or RESULTS / "studies" / f"{name}-fourbit.jsonl"
+    if arguments.page:
+        rows = read(path)
+        print(page([row for row in rows if row.get("run") == rows[-1]["run"]]))
+        return
+    shared |= {"operation": "fourbit", "queries": arguments.queries, "cube": list(CUBE)}
+    made = []
+    with torch.inference_mode():
+        for name, calls in inputs(arguments, device):
+            batch, heads, tokens, _ = calls[0].q.shape
+            about = shared | {"heads": batch * heads, "tokens": tokens, "grid": list(calls[0].grid)}
+            rows = [about | row for row in input_rows(name, calls)]
+            append(rows, path)
+            made += rows
+    print(page(made))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from vc_attention.formats import E4M3_MAX, INT8_MAX, NVFP4_GROUP, nvfp4_scale, positive
 from vc_attention.group.blocks import BLOCK, block_means, expand_blocks, permute_tokens
+from vc_attention.quantize.nvfp4 import closest_nvfp4, fed_back_nvfp4, key_feedback, query_feedback
 from vc_attention.quantize.rotation import hadamard_matrix
 
 from .formats import Formats
 
 NVFP4_TOPS = {"nvfp4": (6.0,), "nvfp4, 4 or 6": (6.0, 4.0)}
-NVFP4_FORMATS = tuple(NVFP4_TOPS)
+FED_BACK, CLOSEST = "nvfp4, fed back", "nvfp4, closest"
+NVFP4_FORMATS = (*NVFP4_TOPS, FED_BACK)
 FOUR_OR_SIX_MAX = 256.0  # E4M3: a group that takes 4 has 1.5 times the scale, 384 of 448
 
 
@@ -32,7 +34,7 @@ class Operands:
         q_scale, k_scale: [B, H, S] float32; the softmax scale and log2(e) are in q_scale.
         bias: [B, H, ceil(S_q / 128), S_kv] float32, the exact part of the query means; None without them.
         v_scale: [B, H, ceil(S_kv / 128), D] float32.
-        means: [B, H, ceil(S_kv / 128), D] float32, 16-bit numbers; None where none were removed.
+        means: [B, H, ceil(S_kv / 128), D] float32; None where none were removed.
     """
 
     q: Tensor
@@ -59,10 +61,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, formats: Formats, permutation: Tens
         query_means = block_means(queries)
         queries = queries - expand_blocks(query_means, queries.shape[2])
         bias = (query_means * unit) @ keys.transpose(2, 3)
-    q_numbers, q_scale = quantize_rows(queries, formats.qk, formats.qk_scales, (8, 1))
-    k_numbers, k_scale = quantize_rows(keys, formats.qk, formats.qk_scales, (4, 2))
+    if formats.qk == FED_BACK:
+        q_numbers, q_scale = fed_back_rows(queries, query_feedback(k))
+        k_numbers, k_scale = fed_back_rows(keys, key_feedback(q))
+    else:
+        q_numbers, q_scale = quantize_rows(queries, formats.qk, formats.qk_scales, (8, 1))
+        k_numbers, k_scale = quantize_rows(keys, formats.qk, formats.qk_scales, (4, 2))
     residual, means = split_values(permute_tokens(v, permutation), formats.rotate_values, demean)
     v_numbers, v_scale = quantize_values(residual, formats.values)
+    if formats.values == CLOSEST and means is not None:
+        means = means + block_means(residual - v_numbers * expand_blocks(v_scale, v.shape[2]))
     qk_dtype = q.dtype if formats.qk == "16-bit" else torch.float16
     v_dtype = v.dtype if formats.values == "16-bit" else torch.float16
     return Operands(
@@ -90,6 +98,12 @@ def split_values(v: Tensor, rotated: bool, demean: bool) -> tuple[Tensor, Tensor
     stored = torch.bfloat16 if v.dtype == torch.float32 else v.dtype
     means = block_means(values).to(stored).float()
     return values - expand_blocks(means, values.shape[2]), means
+
+
+def fed_back_rows(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers and scales of queries or keys, as `quantize_rows`, by the package's rounding."""
+    made = fed_back_nvfp4(x, nvfp4_scale(x, (2, 3)), weights)
+    return made.numbers(), made.scale.expand(*x.shape[:3], 1).squeeze(-1).contiguous()
 
 
 def quantize_rows(x: Tensor, kind: str, groups: str, thread: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -127,6 +141,9 @@ def quantize_values(residual: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     blocks = -(-tokens // BLOCK)
     if kind == "16-bit":
         return residual, torch.ones_like(residual[:, :, :blocks])
+    if kind == CLOSEST:
+        made = closest_nvfp4(residual.transpose(2, 3), nvfp4_scale(residual, (2,)).transpose(2, 3))
+        return made.numbers().transpose(2, 3), made.scale.transpose(2, 3).expand(-1, -1, blocks, -1).contiguous()
     if kind in NVFP4_FORMATS:
         scale, tops = nvfp4_head_scale(residual, (2,), kind), NVFP4_TOPS[kind]
         numbers = nvfp4_numbers((residual / scale).transpose(2, 3), tops).transpose(2, 3)

@@ -73,7 +73,8 @@ class Operands4:
         q_means: [B, H, ceil(S_q / 128), D] float32, mean of each block of 128 query rows.
         k_exact: [B, H, S_kv, D] float32, the keys before quantization.
         residual: NVFP4 along the tokens, codes [B, H, D, S_kv].
-        means: [B, H, ceil(S_kv / 128), D], 16 bit; None where no means were removed.
+        means: [B, H, ceil(S_kv / 128), D] float32: block means and what rounding the residual took from them; None
+            where no means were removed.
     """
 
     q: NVFP4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import E4M3_MAX, INT8_MAX, encode_e4m3, nvfp4_scale, positive, quantize_nvfp4
+from ..formats import E4M3_MAX, INT8_MAX, encode_e4m3, nvfp4_scale, positive
 from ..group.blocks import (
     BLOCK,
     ValueBlocks,
@@ -15,6 +15,7 @@ from ..group.blocks import (
     keep_means,
     permute_tokens,
 )
+from .nvfp4 import closest_nvfp4, fed_back_nvfp4, key_feedback, query_feedback
 from .operands import Operands4, Operands8, Operands8Precise, ScaledRows
 from .rotation import rotate
 
@@ -44,18 +45,23 @@ def quantize8_precise(q: Tensor, k: Tensor, v: Tensor) -> Operands8Precise:
 
 
 def quantize4(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, remove_means: bool):
-    """Operands of the 4-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D]; arguments as in ``quantize8``."""
+    """Operands of the 4-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D]; arguments as in ``quantize8``.
+
+    A block mean takes up the mean of its residual's rounding errors: keys of equal probability then lose nothing.
+    """
     blocks = split_values(permute_tokens(v, permutation), remove_means)
     queries, q_means = smooth_queries(rotate(q))
     keys = permute_tokens(smooth_keys(k), permutation)
-    residual = blocks.residual.transpose(2, 3)
+    exact = blocks.residual.transpose(2, 3)
+    residual = closest_nvfp4(exact, nvfp4_scale(exact, (3,)))
+    lost = block_means((exact - residual.dequantize()).transpose(2, 3))
     return Operands4(
-        q=quantize_nvfp4(queries, nvfp4_scale(queries, (2, 3))),
-        k=quantize_nvfp4(keys, nvfp4_scale(keys, (2, 3))),
+        q=fed_back_nvfp4(queries, nvfp4_scale(queries, (2, 3)), query_feedback(k)),
+        k=fed_back_nvfp4(keys, nvfp4_scale(keys, (2, 3)), key_feedback(q)),
         q_means=q_means,
         k_exact=keys,
-        residual=quantize_nvfp4(residual, nvfp4_scale(residual, (3,))),
-        means=blocks.means,
+        residual=residual,
+        means=None if blocks.means is None else blocks.means.float() + lost,
     )
 
 

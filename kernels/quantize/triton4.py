@@ -17,6 +17,7 @@ from ..arch import family
 from ..formats import E2M1_MAX, E4M3_MAX, NVFP4, NVFP4_GROUP, positive
 from ..group.blocks import BLOCK
 from ..triton_support import LaunchSettings, aligned, is_interpreted, launch, word_strides
+from .nvfp4 import key_feedback, query_feedback
 from .operands import Operands4
 from .rotation import rotate
 
@@ -68,7 +69,7 @@ class TritonOperands4:
         v: uint8 [BH, NK, D, 64]: E2M1 of the residual, key 2 i of the block in bits 0 to 3 of byte i.
         v_scales: uint8 [BH, NK, D, 8].
         v_scale: float32 [BH, D].
-        means: float32 [BH, NK, D], block means in units of v_scale; None where no means were removed.
+        means: float32 [BH, NK, D], the reference's means in units of v_scale; None where no means were removed.
         score_scale: float32 [BH]: octaves per unit of ``q k^T``.
         bias: starts the scores.
         q_tokens: S_q.
@@ -135,8 +136,8 @@ def prepare4(
     shortened = (MOST_OCTAVES / score_bound).clamp_max(1.0)
     octaves = (unit * (abs(scale or 1.0) * math.log2(math.e)) * shortened).clamp_min(SMALLEST_UNIT)
     finite = torch.stack([*(x.isfinite().all() for x in (q_largest, k_largest, v_largest)), representable.all()])
-    q_codes, q_scales = _quantize_queries(queries, q_scale)
-    k_codes, k_scales = _quantize_keys(keys, turned_mean, k_scale)
+    q_codes, q_scales = _quantize_queries(queries, q_scale, query_feedback(k))
+    k_codes, k_scales = _quantize_keys(keys, turned_mean, k_scale, key_feedback(q))
     v_codes, v_scales, unit_means = _quantize_values(v, permutation, demean, means, v_scale)
     return TritonOperands4(
         q=q_codes,
@@ -246,7 +247,7 @@ def _query_maxima(rows: _Rows) -> tuple[Tensor, Tensor]:
     return means, maxima.amax(1)
 
 
-def _quantize_queries(rows: _Rows, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_queries(rows: _Rows, scale: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
     from ..triton_kernels.prepare4 import queries4_kernel
 
     codes, scales = rows.packed()
@@ -256,6 +257,7 @@ def _quantize_queries(rows: _Rows, scale: Tensor) -> tuple[Tensor, Tensor]:
         rows.grid,
         rows.x,
         scale,
+        feedback,
         codes,
         scales,
         *rows.sizes,
@@ -287,7 +289,7 @@ def _key_maxima(rows: _Rows, mean: Tensor) -> Tensor:
     return maxima.amax(1)
 
 
-def _quantize_keys(rows: _Rows, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_keys(rows: _Rows, mean: Tensor, scale: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
     from ..triton_kernels.prepare4 import keys4_kernel
 
     codes, scales = rows.packed()
@@ -299,6 +301,7 @@ def _quantize_keys(rows: _Rows, mean: Tensor, scale: Tensor) -> tuple[Tensor, Te
         _order(rows.permutation, rows.x),
         mean,
         scale,
+        feedback,
         codes,
         scales,
         *rows.sizes,

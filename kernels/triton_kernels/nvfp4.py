@@ -104,6 +104,15 @@ def decode_e2m1(code):
 
 
 @triton.jit
+def round_e2m1(x):
+    """Nearest E2M1 number of x, as float32 without its sign."""
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    # Adding 1.5 * 2^23 steps leaves steps alone.
+    rounder = tl.where(magnitude < 2.0, 0.5 * ROUNDER, tl.where(magnitude < 4.0, ROUNDER, 2.0 * ROUNDER))
+    return (magnitude + rounder) - rounder
+
+
+@triton.jit
 def pack_e2m1(low, high, EMULATE: tl.constexpr):
     """uint8: E2M1 of ``low`` in bits 0 to 3, of ``high`` in bits 4 to 7."""
     if EMULATE:

@@ -2,15 +2,18 @@
 
 One program: one block of 128 tokens of one head. Two passes over each tensor, since one FP32 scale serves a whole head
 (q, k) or channel (v): the first finds what the scale depends on, the second quantizes. Rows are rotated by a product
-with the matrix of signs, exact in 16 bit, and scaled by ``D ** -0.5`` afterwards.
+with the matrix of signs, exact in 16 bit, and scaled by ``D ** -0.5`` afterwards. How groups are rounded is said in
+quantize/nvfp4.py.
 """
 
 import triton
 import triton.language as tl
 
-from .nvfp4 import bits_of_ue4m3, pack_e2m1, round_ue4m3
+from .nvfp4 import bits_of_ue4m3, decode_ue4m3, pack_e2m1, round_e2m1, round_ue4m3
 
 BLOCK = tl.constexpr(128)
+GROUP = tl.constexpr(16)
+TOP_CODE = tl.constexpr(126)  # UE4M3 bits of 448
 WORD = tl.constexpr(8)  # strides are in words of 8 elements, so that Triton sees that rows are 16-byte aligned
 
 
@@ -112,18 +115,78 @@ def smooth_keys(
 
 
 @triton.jit
-def store_rows(x, scale, p_codes, p_scales, first_row, D: tl.constexpr, EMULATE: tl.constexpr):
-    """NVFP4 of rows x [ROWS, D] under ``scale``: packed codes and group scales, to contiguous memory."""
+def inverse_of(scale):
+    """``1 / scale``; zero for zero, so that a group whose scale is zero is stored as zeros."""
+    safe = tl.where(scale > 0.0, scale, 1.0)
+    one = tl.full([scale.shape[0], scale.shape[1]], 1.0, tl.float32)
+    return tl.where(scale > 0.0, tl.div_rn(one, safe), 0.0)
+
+
+@triton.jit
+def squared_error(x, scale):
+    """[ROWS, GROUPS]: what rounding x [ROWS, GROUPS, 16] costs under scales [ROWS, GROUPS]."""
+    rounded = round_e2m1(x * inverse_of(scale)[:, :, None]) * scale[:, :, None]
+    error = rounded - tl.abs(x)
+    return tl.sum(error * error, axis=2)
+
+
+@triton.jit
+def closer_scales(x, at_6, best, least, STEP: tl.constexpr):
+    """``best`` and its squared error, or the code STEP from ``at_6`` and its error where that is smaller."""
+    code = tl.minimum(tl.maximum(at_6 + STEP, 0), TOP_CODE)
+    error = squared_error(x, decode_ue4m3(code))
+    return tl.where(error < least, code, best), tl.minimum(error, least)
+
+
+@triton.jit
+def closest_scales(x):
+    """UE4M3 bits, int32 [ROWS, GROUPS], that round x [ROWS, GROUPS, 16] with the least squared error."""
+    largest = tl.max(tl.abs(x), axis=2)
+    six = tl.full([x.shape[0], x.shape[1]], 6.0, tl.float32)
+    at_6 = bits_of_ue4m3(round_ue4m3(tl.div_rn(largest, six))).to(tl.int32)
+    best, least = at_6, squared_error(x, decode_ue4m3(at_6))
+    best, least = closer_scales(x, at_6, best, least, -1)
+    best, least = closer_scales(x, at_6, best, least, 1)
+    best, least = closer_scales(x, at_6, best, least, 4)
+    best, least = closer_scales(x, at_6, best, least, 5)
+    return best
+
+
+@triton.jit
+def store_groups(x, row, first_group, p_codes, p_scales, SIZE: tl.constexpr, EMULATE: tl.constexpr):
+    """Store NVFP4 of x [ROWS, GROUPS, 16] as groups of rows of SIZE numbers: packed codes and scales.
+
+    Returns what is lost: float32 [ROWS, GROUPS, 16], stored minus x.
+    """
     ROWS: tl.constexpr = x.shape[0]
-    x = tl.reshape(tl.div_rn(x, scale), [ROWS, D // 16, 16])
-    group_scales = round_ue4m3(tl.div_rn(tl.max(tl.abs(x), axis=2), tl.full([ROWS, D // 16], 6.0, tl.float32)))
-    divisor = tl.broadcast_to(group_scales[:, :, None], [ROWS, D // 16, 16])
-    # A group whose scale is zero is stored as zeros.
-    x = tl.where(divisor > 0.0, tl.div_rn(x, tl.where(divisor > 0.0, divisor, 1.0)), 0.0)
-    even, odd = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))
-    row = first_row + tl.arange(0, ROWS)
-    tl.store(p_codes + row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :], pack_e2m1(even, odd, EMULATE))
-    tl.store(p_scales + row[:, None] * (D // 16) + tl.arange(0, D // 16)[None, :], bits_of_ue4m3(group_scales))
+    GROUPS: tl.constexpr = x.shape[1]
+    bits = closest_scales(x)
+    scale = decode_ue4m3(bits)
+    ratio = x * inverse_of(scale)[:, :, None]
+    even, odd = tl.split(tl.reshape(ratio, [ROWS, GROUPS * 8, 2]))
+    p_row = p_codes + row[:, None] * (SIZE // 2) + first_group * (GROUP // 2)
+    tl.store(p_row + tl.arange(0, GROUPS * 8)[None, :], pack_e2m1(even, odd, EMULATE))
+    p_row = p_scales + row[:, None] * (SIZE // GROUP) + first_group
+    tl.store(p_row + tl.arange(0, GROUPS)[None, :], bits.to(tl.uint8))
+    rounded = round_e2m1(ratio) * scale[:, :, None]
+    return tl.where(x < 0.0, -rounded, rounded) - x
+
+
+@triton.jit
+def store_rows(x, scale, p_feedback, p_codes, p_scales, first_row, D: tl.constexpr, EMULATE: tl.constexpr):
+    """NVFP4 of rows x [BLOCK, D] under ``scale``, each group's error fed into the groups behind it.
+
+    ``p_feedback`` points to the head's weights [D, D].
+    """
+    x = tl.div_rn(x, scale)
+    row = first_row + tl.arange(0, BLOCK)
+    for i_group in range(D // GROUP):
+        chosen = (tl.arange(0, D // GROUP) == i_group)[None, :, None]
+        group = tl.sum(tl.where(chosen, tl.reshape(x, [BLOCK, D // GROUP, GROUP]), 0.0), axis=1)
+        lost = store_groups(group[:, None, :], row, i_group, p_codes, p_scales, D, EMULATE)
+        o_from = tl.arange(0, GROUP) + i_group * GROUP
+        weights = tl.load(p_feedback + o_from[:, None] * D + tl.arange(0, D)[None, :])
+        x = product(tl.reshape(-lost, [BLOCK, GROUP]), weights, x, EMULATE)
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
@@ -153,6 +216,7 @@ def query_maxima_kernel(
 def queries4_kernel(
     p_q,
     p_scale: "*fp32",  # [BH]
+    p_feedback: "*fp32",  # [BH, D, D]
     p_codes: "*u8",  # out [BH, blocks * BLOCK, D / 2]
     p_scales: "*u8",  # out [BH, blocks * BLOCK, D / 16]
     heads: tl.int32,
@@ -168,7 +232,8 @@ def queries4_kernel(
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     turned, _ = smooth_queries(p_q, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, factor, D, EMULATE)
     first_row = (i_head.to(tl.int64) * blocks + i_block) * BLOCK
-    store_rows(turned, tl.load(p_scale + i_head), p_codes, p_scales, first_row, D, EMULATE)
+    p_head_feedback = p_feedback + i_head.to(tl.int64) * (D * D)
+    store_rows(turned, tl.load(p_scale + i_head), p_head_feedback, p_codes, p_scales, first_row, D, EMULATE)
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
@@ -203,6 +268,7 @@ def keys4_kernel(
     p_permutation: "*i32",
     p_mean: "*fp32",
     p_scale: "*fp32",  # [BH]
+    p_feedback: "*fp32",  # [BH, D, D]
     p_codes: "*u8",  # out [BH, blocks * BLOCK, D / 2], rows in KEY_ORDER
     p_scales: "*u8",  # out [BH, blocks * BLOCK, D / 16]
     heads: tl.int32,
@@ -222,16 +288,17 @@ def keys4_kernel(
         D, PERMUTED, EMULATE,
     )  # fmt: skip
     first_row = (i_head.to(tl.int64) * blocks + i_block) * BLOCK
-    store_rows(keys, tl.load(p_scale + i_head), p_codes, p_scales, first_row, D, EMULATE)
+    p_head_feedback = p_feedback + i_head.to(tl.int64) * (D * D)
+    store_rows(keys, tl.load(p_scale + i_head), p_head_feedback, p_codes, p_scales, first_row, D, EMULATE)
 
 
 @triton.jit
 def load_values(
-    p_v, p_permutation, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s,
-    D: tl.constexpr, PERMUTED: tl.constexpr,
+    p_v, p_permutation, i_head, first_token, heads, tokens, stride_b, stride_h, stride_s,
+    ROWS: tl.constexpr, D: tl.constexpr, PERMUTED: tl.constexpr,
 ):  # fmt: skip
-    """A block of permuted v as float32 [BLOCK, D], and which of its rows are real."""
-    token = i_block * BLOCK + tl.arange(0, BLOCK)
+    """Permuted v from a token on as float32 [ROWS, D], and which of its rows are real."""
+    token = first_token + tl.arange(0, ROWS)
     mask = token < tokens
     source = gathered(p_permutation, i_head, token, mask, tokens, PERMUTED)
     return load_rows(p_v, i_head, source, mask, heads, stride_b, stride_h, stride_s, D).to(tl.float32), mask
@@ -255,7 +322,7 @@ def value_maxima_kernel(
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     values, mask = load_values(
-        p_v, p_permutation, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
+        p_v, p_permutation, i_head, i_block * BLOCK, heads, tokens, stride_b, stride_h, stride_s, BLOCK, D, PERMUTED
     )
     o_mean = (i_head.to(tl.int64) * blocks + i_block) * D + tl.arange(0, D)
     if DEMEAN:
@@ -273,7 +340,7 @@ def values4_kernel(
     p_permutation: "*i32",
     p_means: "*fp32",  # [BH, blocks, D]
     p_scale: "*fp32",  # [BH, D]
-    p_unit_means: "*fp32",  # out [BH, blocks, D]: the means in units of the channel's scale
+    p_unit_means: "*fp32",  # out [BH, blocks, D]: means and what rounding took from them, in units of scale
     p_codes: "*u8",  # out [BH, blocks, D, BLOCK / 2]
     p_scales: "*u8",  # out [BH, blocks, D, BLOCK / 16]
     heads: tl.int32,
@@ -288,18 +355,25 @@ def values4_kernel(
     EMULATE: tl.constexpr,
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    values, mask = load_values(
-        p_v, p_permutation, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
-    )
     place = i_head.to(tl.int64) * blocks + i_block
-    scale = tl.load(p_scale + i_head * D + tl.arange(0, D))
+    o_channel = tl.arange(0, D)
+    scale = tl.load(p_scale + i_head * D + o_channel)
+    mean = tl.zeros([D], tl.float32)
     if DEMEAN:
-        o_mean = place * D + tl.arange(0, D)
-        mean = tl.load(p_means + o_mean)
+        mean = tl.load(p_means + place * D + o_channel)
+    lost = tl.zeros([D], tl.float32)
+    for i_group in range(BLOCK // GROUP):
+        first_token = i_block * BLOCK + i_group * GROUP
+        values, mask = load_values(
+            p_v, p_permutation, i_head, first_token, heads, tokens, stride_b, stride_h, stride_s, GROUP, D, PERMUTED
+        )
         values = tl.where(mask[:, None], values - mean[None, :], 0.0)
-        tl.store(p_unit_means + o_mean, tl.div_rn(mean, scale))
-    scale = tl.broadcast_to(scale[:, None], [D, BLOCK])
-    store_rows(tl.trans(values), scale, p_codes, p_scales, place * D, BLOCK, EMULATE)
+        group = tl.trans(tl.div_rn(values, tl.broadcast_to(scale[None, :], [GROUP, D])))
+        stored = store_groups(group[:, None, :], place * D + o_channel, i_group, p_codes, p_scales, BLOCK, EMULATE)
+        lost += tl.sum(tl.reshape(stored, [D, GROUP]), axis=1)
+    if DEMEAN:
+        count = tl.minimum(tokens - i_block * BLOCK, BLOCK).to(tl.float32)
+        tl.store(p_unit_means + place * D + o_channel, tl.div_rn(mean, scale) - lost / count)
 
 
 @triton.jit(

@@ -238,7 +238,11 @@ def test_a_grouping_is_the_same_as_ordering_keys_and_values_oneself(name):
     grouping = group_values(v)
     index = grouping.permutation.long()[..., None].expand_as(v)
     inside = attention(name, q * 0.1, k, v, grouping=grouping)
-    assert torch.equal(inside, attention(name, q * 0.1, k.gather(2, index), v.gather(2, index)))
+    before = attention(name, q * 0.1, k.gather(2, index), v.gather(2, index))
+    if name == "nvfp4":  # other keys are sampled to say how queries are rounded
+        assert relative_l2(inside, before) < 0.06
+    else:
+        assert torch.equal(inside, before)
 
 
 @pytest.mark.parametrize("name", MODES)

@@ -60,20 +60,30 @@ def test_8bit_emulation_is_the_reference(call, probabilities, demean):
 
 @pytest.mark.parametrize("demean", [True, False])
 def test_precise_emulation_is_the_reference(call, demean):
-    from laboratory.formats import INT8_THROUGHOUT
+    from laboratory.formats import OURS_PRECISE
 
-    q, k, v, permutation = call
-    expected = attend8_precise(quantize8_precise(q, k, v, permutation, demean), q.shape[-1] ** -0.5)
-    assert relative_l2(emulated(call, INT8_THROUGHOUT, demean), expected) < 2e-3
+    q, k, v, _ = call
+    expected = attend8_precise(quantize8_precise(q, k, v), q.shape[-1] ** -0.5)
+    # The emulation orders keys by groups, which gives their blocks other scales, and rounds values without their means.
+    emulation = emulated((q, k, v, None), OURS_PRECISE, demean)
+    assert relative_l2(emulation, expected) < 2e-3
+
+
+def test_int8_throughout_has_steps_of_a_half_percent(call):
+    from laboratory.formats import INT8_THROUGHOUT, OURS_PRECISE
+
+    exact = exact_attention(*call[:3])
+    throughout, precise = (relative_l2(emulated(call, kinds), exact) for kinds in (INT8_THROUGHOUT, OURS_PRECISE))
+    assert precise < throughout < 1.8e-2
 
 
 @pytest.mark.parametrize("demean", [True, False])
 def test_4bit_emulation_is_the_reference(call, demean):
-    from laboratory.formats import NVFP4_AT_6
+    from laboratory.formats import OURS_4BIT
 
     q, k, v, permutation = call
     expected = attend4(quantize4(q, k, v, permutation, demean), q.shape[-1] ** -0.5)
-    assert relative_l2(emulated(call, NVFP4_AT_6, demean), expected) < 2e-3
+    assert relative_l2(emulated(call, OURS_4BIT, demean), expected) < 2e-3
 
 
 def test_a_choice_of_4_or_6_takes_the_smaller_error_of_each_group():

@@ -279,9 +279,8 @@ def test_operands4_stand_for_the_inputs(tokens):
     rotated = rotate(q)
     queries = operands.q.dequantize() + operands.q_means.repeat_interleave(128, 2)[:, :, :tokens]
     centred = rotated - operands.q_means.repeat_interleave(128, 2)[:, :, :tokens]
-    # One step of E2M1's coarsest third under its group's scale, see test_formats.
-    limit = centred.abs().unflatten(-1, (4, 16)).amax(-1).repeat_interleave(16, -1) / 6 * (1 + 1 / 16)
-    assert ((queries - rotated).abs() <= limit + 1e-5).all()
+    # Rounding alone is 0.082 of normal numbers; feedback adds to it what scores then do not lose.
+    assert (queries - rotated).norm() <= 0.14 * centred.norm() + 1e-3
 
 
 def test_exact_part_of_the_scores_undoes_the_smoothing_of_the_queries():
@@ -312,7 +311,7 @@ def test_value_groups_run_along_tokens_and_channels_have_their_own_scale():
     spike[0, 0, 40, 5] *= 1.5 if v[0, 0, 40, 5].abs() * 1.5 < v[0, 0, :, 5].abs().max() else 0.5
     three = quantize4(q, k, spike, None, False)
     changed = (one.residual.codes != three.residual.codes).nonzero()
-    assert set(changed[:, 2].tolist()) <= {5}
+    assert set(changed[:, 2].tolist()) == {5}
     assert all(32 <= token < 48 for token in changed[:, 3].tolist())
 
 
