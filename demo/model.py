@@ -14,7 +14,7 @@ from wan_checkpoint import read_sizes, read_weights
 files = pack.load("demo_files")
 latents = pack.load("demo_latents")
 
-PROMPT = "red balls bounce over blue stripes"
+PROMPT = files.DEFAULT_PROMPT
 FRAME_MS = 62.5  # the clips' own pace: 16 frames a second
 
 

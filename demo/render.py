@@ -19,8 +19,8 @@ class Clip:
     width: int = 32
     steps: int = 16
     shift: float = 3.0
-    guidance: float = 3.0
-    seed: int = 0
+    guidance: float = 2.0
+    seed: int = 11
 
     @property
     def tokens(self) -> int:

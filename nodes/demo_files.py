@@ -11,6 +11,7 @@ import torch
 WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
 MODEL = WEIGHTS / "vc_attention_demo_wan.safetensors"
 PROMPTS = WEIGHTS / "vc_attention_demo_prompts.safetensors"
+DEFAULT_PROMPT = "balloons rise into a cloudy sky"
 
 
 @lru_cache(maxsize=1)

@@ -56,6 +56,7 @@ class VCAttentionDemoPrompt(io.ComfyNode):
                 io.Combo.Input(
                     "prompt",
                     options=list(demo_files.prompt_texts()) or [MISSING],
+                    default=demo_files.DEFAULT_PROMPT if demo_files.prompt_texts() else MISSING,
                     tooltip="What the clip shows. Each seed gives another clip of the same kind.",
                 )
             ],

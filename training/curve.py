@@ -1,5 +1,8 @@
 """Draws a training's log: the loss, its running mean, and the validation error at each noise level.
 
+Rows of trainings that went on from each other's weights may be joined in one file: steps count on, ``run`` tells them
+apart, and a line marks where each run started.
+
 python training/curve.py training/results/log.jsonl training/results/loss.png
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 SMOOTHING = 0.1  # share of a new value in the running mean
@@ -16,6 +20,11 @@ def read(path: Path) -> list[dict]:
     """Rows of log.jsonl; of two rows with one step, from a resumed training, the later."""
     rows = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     return sorted({row["step"]: row for row in rows}.values(), key=lambda row: row["step"])
+
+
+def starts(rows: list[dict]) -> list[int]:
+    """Last steps of all runs but the last: where the next one started."""
+    return [row["step"] for row, after in pairwise(rows) if row.get("run") != after.get("run")]
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -41,6 +50,8 @@ def draw(rows: list[dict], path: Path) -> None:
     for level in checked[-1]["validation"] if checked else ():
         values = [row["validation"][level] for row in checked]
         axes.plot([row["step"] for row in checked], values, ".--", linewidth=0.8, label=f"validation, noise {level}")
+    for step in starts(rows):
+        axes.axvline(step, color="0.4", linewidth=0.8, linestyle=":")
     axes.set(yscale="log", xlabel="step", ylabel="mean squared error of the velocity")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)

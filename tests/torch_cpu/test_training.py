@@ -241,6 +241,17 @@ def test_a_resumed_log_keeps_the_later_row_of_a_step(training, tmp_path):
     assert curve.running_mean([1.0, 0.0]) == pytest.approx([1.0, 0.9])
 
 
+def test_the_shipped_log_is_one_line_of_steps_over_its_runs(training):
+    """Joined from the logs of two trainings, the second started from the first one's weights."""
+    curve = training("curve")
+    path = ROOT / "training" / "results" / "log.jsonl"
+    rows = curve.read(path)
+    assert len(rows) == len(path.read_text(encoding="utf-8").splitlines())
+    assert [row["run"] for row in rows] == sorted(row["run"] for row in rows)
+    assert curve.starts(rows) == [3488]
+    assert curve.starts([{"step": 1}, {"step": 2}]) == []
+
+
 # The shipped weights
 
 
