@@ -18,7 +18,7 @@ _HOME = {
     "GroupingPolicy": ".schedule",
     "Schedule": ".schedule",
     "family": ".arch",
-    "GROUPED_MODES": ".arch",
+    "uses_grouping": ".arch",
     "implementation_names": ".dispatch",
 }
 

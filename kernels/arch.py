@@ -12,7 +12,6 @@ EIGHT_BIT = "8-bit"
 FOUR_BIT = "4-bit"
 PRECISE = "8-bit precise"
 MODES = (EIGHT_BIT, FOUR_BIT, PRECISE)
-GROUPED_MODES = (EIGHT_BIT, FOUR_BIT)  # a grouping serves to remove block means of v, which the precise mode keeps
 
 
 class FamilyRow(NamedTuple):
@@ -42,6 +41,11 @@ FAMILIES = (
     FamilyRow("sm_121", "DGX Spark", FOUR_BIT, False, (EIGHT_BIT,)),
 )
 _ROWS = {row.family: row for row in FAMILIES}
+
+
+def uses_grouping(mode: str) -> bool:
+    """Whether a grouping changes what ``mode`` (or "auto") computes: the precise mode leaves values in 16 bits."""
+    return mode != PRECISE
 
 
 def device_capability(device) -> tuple[int, int]:

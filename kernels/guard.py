@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from .arch import EIGHT_BIT, GROUPED_MODES, PRECISE
+from .arch import EIGHT_BIT, PRECISE, uses_grouping
 from .attend.settings import PROBABILITIES
 from .errors import KernelUnavailable
 
@@ -91,7 +91,7 @@ def self_test(device, dtype, mode: str = EIGHT_BIT, probabilities: str | None = 
         q, k, v = clustered_qkv((3, 24, 33), heads=2, dtype=dtype, device=device)  # 19 tiles, the last one short
         q = q[:, :, :200]
         arguments = {"scale": 0.1}
-        if mode in GROUPED_MODES:
+        if uses_grouping(mode):
             arguments["permutation"], _ = group_cuda(v, None, CLUSTERS, ITERATIONS)
             fault = grouping_fault(v, arguments["permutation"])
             if fault is not None:  # positions outside the sequence would fault in the preparation

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels import GROUPED_MODES, InvalidArgument, UnsupportedCall, attention, sampled_error, support
+from ..kernels import InvalidArgument, UnsupportedCall, attention, sampled_error, support, uses_grouping
 from .accept import OUTSIDE_FORWARD, Reason, unserved, why_not, why_not_here
 from .call import AttentionCall, comfy_output, operands, read_call
 from .groupings import grouping_for
@@ -104,7 +104,7 @@ def _accelerate(
     if not served:
         return unserved(served.why), None
     place = place_of(forward, options, layer)
-    grouped = served.mode in GROUPED_MODES
+    grouped = uses_grouping(served.mode)
     with run.stopwatch.measure(q.device, place):
         output = attention(
             q,

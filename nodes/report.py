@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ..kernels import GROUPED_MODES
+from ..kernels import uses_grouping
 from .host import send_text
 from .run_state import RunState, Tally
 
@@ -98,7 +98,7 @@ def _regrouped(run: RunState) -> str:
         named = _some([str(step + 1) for step in steps])
         plural = "s" if len(steps) > 1 else ""
         return f"values grouped {count} times, in step{plural} {named} of {run.schedule.steps}{_grouped(run.tally)}"
-    if run.settings.mode not in ("auto", *GROUPED_MODES):
+    if not uses_grouping(run.settings.mode):
         return "values not grouped (this mode keeps them in 16 bits)"
     if run.settings.grouping_window == 0.0:
         return "values not grouped (grouping_window is 0)"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..arch import GROUPED_MODES
+from ..arch import uses_grouping
 from ..attend.api import attention, support
 from ..errors import InvalidArgument, UnsupportedCall
 from ..group.api import Grouping, group_values
@@ -195,7 +195,7 @@ class Handle:
         if not served_by:
             return run.decline(served_by.why)
         try:
-            grouping = self._grouping(layer, v) if served_by.mode in GROUPED_MODES else None
+            grouping = self._grouping(layer, v) if uses_grouping(served_by.mode) else None
             output = attention(
                 q,
                 k,
