@@ -114,8 +114,8 @@ def feedback(rows: Tensor) -> Tensor:
     """float32 [B, H, D', D']: weights of errors for rows that are multiplied with ``rows`` [B, H, N, D], rotated.
 
     D' is D, filled up to whole groups. With ``C = U U^T``, U upper triangular, and ``B`` the 16 x 16 blocks on its
-    diagonal, ``W = 1 - B U^-1``; it is zero but right of those blocks. The weights only steer a rounding: no choice of
-    them makes an operand wrong.
+    diagonal, ``W = 1 - B U^-1``; it is zero but right of those blocks. The weights only steer a rounding: no finite
+    choice of them makes an operand wrong, and rows that overflow steer nothing.
     """
     rows = rows / positive(rows.abs().amax((2, 3), keepdim=True))
     covariance = rotate(rotate(rows.transpose(2, 3) @ rows).transpose(2, 3)).double()
@@ -131,4 +131,4 @@ def feedback(rows: Tensor) -> Tensor:
     own = upper.unflatten(3, groups).unflatten(2, groups).diagonal(dim1=2, dim2=4).movedim(-1, 2)
     weights = eye - (own @ inverse.unflatten(2, groups)).flatten(2, 3)
     group = torch.arange(size, device=rows.device) // NVFP4_GROUP
-    return torch.where(group[:, None] < group, weights, 0.0).float()
+    return torch.where(group[:, None] < group, weights, 0.0).float().nan_to_num(0.0, 0.0, 0.0)

@@ -22,7 +22,8 @@ def hadamard_matrix(size: int, device=None) -> Tensor:
 
 def _sylvester(order: int, device) -> Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64, device=device)
-    step = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64, device=device)
+    step = torch.ones(2, 2, dtype=torch.float64, device=device)
+    step[1, 1].neg_()  # a matrix of Python numbers would make the host wait for the GPU
     while matrix.shape[0] < order:
         matrix = torch.kron(step, matrix)
     return matrix / order**0.5

@@ -32,6 +32,7 @@ MOST_OCTAVES = 2.0**17
 SMALLEST_UNIT = 2.0**-100  # products of codes end at 2^30: smaller scores are all equal
 MOST_PRODUCT = 1e37  # of queries and keys in float32; beyond it a call is refused like one that is not finite
 MOST_BIAS = 1e30  # in units of the product of scales; float32 ends at 3e38
+MOST_MEAN = 1e25  # of values in units of their channel's scale; a row sum is up to 2688 a key
 
 PREPARE = LaunchSettings(num_warps=8, num_stages=1)
 BIAS = LaunchSettings(num_warps=8, num_stages=2)
@@ -107,6 +108,8 @@ def prepare4(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, permutation: Tensor | None = None, demean: bool = True
 ) -> TritonOperands4:
     """Operands of one call, on the tensors' device and torch's current stream, without synchronizing.
+
+    Not while a CUDA graph is captured: the feedback's factors come from cuSOLVER.
 
     Args:
         q: [B, H, S_q, D], k, v: [B, H, S_kv, D]; bf16 or fp16, any strides, D of HEAD_DIMS.
@@ -334,7 +337,10 @@ def _value_maxima(v: Tensor, permutation: Tensor | None, demean: bool) -> tuple[
         settings=PREPARE,
     )
     largest = maxima.amax(1)
-    return means, positive(largest / NVFP4_MAX), largest
+    scale = positive(largest / NVFP4_MAX)
+    if demean:
+        scale = torch.maximum(scale, means.abs().amax(1) / MOST_MEAN)
+    return means, scale, largest
 
 
 def _quantize_values(

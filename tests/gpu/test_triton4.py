@@ -147,6 +147,28 @@ def test_what_is_not_finite_is_refused(argument, bad):
     assert raised.value.reasons == {"triton4": "q, k or v holds NaN or infinity"}
 
 
+def test_a_mean_of_any_size_under_a_residual_of_zero():
+    q, k, v = inputs(140, 300)
+    v = torch.full_like(v, 1e36)
+    torch.testing.assert_close(call(q, k, v).float(), v[:, :, :140].float(), rtol=1e-2, atol=0)
+
+
+def test_a_graph_capture_is_refused_in_a_sentence():
+    tensors = inputs(140, 150)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(UnsupportedCall, match="no CUDA graph can capture"):
+        call(*tensors, out=tensors[0])
+
+
+def test_preparation_does_not_wait_for_the_gpu():
+    tensors = inputs(140, 150)
+    prepare4(*tensors, scale=SCALE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prepare4(*tensors, scale=SCALE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_clustered_values_with_a_grouping():
     q, k, v = clustered_qkv((6, 24, 32), heads=2, dtype=torch.bfloat16, device=DEVICE)
     order = v.float()[..., 0].argsort(-1).int()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from vc_attention import UnsupportedCall
-from vc_attention.attend import triton4
+from vc_attention.attend import run_triton4, triton4
 from vc_attention.attend.reference import attend4
 from vc_attention.attend.run_triton4 import run
 from vc_attention.attend.self_test4 import operand_fault
@@ -143,6 +143,20 @@ def test_inputs_whose_scales_vanish(case):
     output = whole_call(*changed)
     expected = attend4(quantize4(*changed, None, True), 0.1)
     torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2 * changed[2].float().abs().max().item())
+
+
+@pytest.mark.parametrize("size", [1e36, -2e36])
+def test_a_mean_of_any_size_under_a_residual_of_zero(size):
+    q, k, v = inputs(40, 300, 64)
+    v = torch.full_like(v, size)
+    torch.testing.assert_close(whole_call(q, k, v).float(), v[:, :, :40].float(), rtol=1e-2, atol=0)
+
+
+def test_a_graph_capture_is_refused(monkeypatch):
+    monkeypatch.setattr(run_triton4, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedCall, match="no CUDA graph can capture"):
+        whole_call(*inputs(4, 4, 64))
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "v"])

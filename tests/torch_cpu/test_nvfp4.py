@@ -103,11 +103,10 @@ def test_feedback_lowers_the_error_of_the_products_and_not_that_of_the_rows():
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, float("nan"), float("inf")])
-def test_feedback_of_odd_rows_raises_nothing(value):
+def test_feedback_of_odd_rows_is_finite(value):
     weights = feedback(torch.full((1, 1, 5, 32), value))
     assert weights.shape == (1, 1, 32, 32)
-    if value == value and abs(value) < 1e31:
-        assert weights.isfinite().all()
+    assert weights.isfinite().all()
 
 
 def test_feedback_is_made_of_some_whole_blocks():
