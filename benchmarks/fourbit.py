@@ -1,11 +1,11 @@
 """Fidelity of the 4-bit mode: output error against exact attention, one row a combination of what is done to inputs.
 
     python benchmarks/fourbit.py [--frames 16 --rows 32 --columns 32 --heads 4] [--out FILE]
-    python benchmarks/fourbit.py --page        # the tables of docs/blackwell.md, from the rows of the last run
 
 Three tables: what is smoothed, in which order values stand and how NVFP4 is rounded; each rounding alone and all but
 one; other formats of queries and keys. The mode as it ships also runs through the Triton kernels, on a GPU without
-4-bit products emulated. Nothing is timed. Rows go to benchmarks/results/studies/<device>-fourbit.jsonl.
+4-bit products emulated. Nothing is timed. Rows go to benchmarks/results/studies/<device>-fourbit.jsonl;
+benchmarks/fourbit_page.py writes the tables of docs/blackwell.md from those of an H200.
 
 Inputs are normal numbers, the made-up video layer of testing.py, and q, k and v of calls of the demo's trained model,
 caught in a 16-bit render; of those the root mean square over calls is told.
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fourbit_page import ROUNDINGS, tables
 from laboratory.orders import CUBE, cube_order
-from rows import RESULTS, append, environment, read
+from rows import RESULTS, append, environment
 from vc_attention import group_values
 from vc_attention.attend.exact import exact_attention
 from vc_attention.attend.triton4 import attend_triton4
@@ -88,7 +89,6 @@ class Method:
 
 
 SHIPPED = Method(order="k-means", demean=True)
-ROUNDINGS = ("to 6", "closest", "fed back")
 
 
 def smoothing_methods() -> Iterator[Method]:
@@ -312,42 +312,6 @@ def caught_calls(queries: int, device: str) -> list[Call]:
     return calls
 
 
-def page(rows: list[dict]) -> str:
-    """The tables of docs/blackwell.md, from the rows of one run."""
-    names = list(dict.fromkeys(row["input"] for row in rows))
-
-    def cells(of: dict, columns: list[dict]) -> str:
-        made = []
-        for column in columns:
-            found = [row for row in rows if (of | column).items() <= row.items()]
-            made.append(f"{found[0]['error']:.4f}" if found else "")
-        return " | ".join(made)
-
-    by_input = [{"input": name} for name in names]
-    lines = [f"| q and k | values | {' | '.join(names)} |", "| --- " * (2 + len(names)) + "|"]
-    mains = [row for row in rows if row["table"] == "main"]
-    for smoothing, values in dict.fromkeys((row["smoothing"], row["values"]) for row in mains):
-        of = {"table": "main", "smoothing": smoothing, "values": values}
-        entries = []
-        for name in by_input:
-            entries.append(" / ".join(cells(of | name, [{"rounding": rounding}]) for rounding in ROUNDINGS))
-        lines.append(f"| {smoothing} | {values} | {' | '.join(entries)} |")
-    terms = [row for row in rows if row["table"] == "terms"]
-    rounded = list(dict.fromkeys(row["rounded"] for row in terms))
-    lines += ["", f"| input | values | rounding | {' | '.join(rounded)} |", "| --- " * (3 + len(rounded)) + "|"]
-    for name, values, rounding in dict.fromkeys((row["input"], row["values"], row["rounding"]) for row in terms):
-        of = {"table": "terms", "input": name, "values": values, "rounding": rounding}
-        lines.append(f"| {name} | {values} | {rounding} | {cells(of, [{'rounded': term} for term in rounded])} |")
-    lines += ["", f"| queries and keys | values | {' | '.join(names)} |", "| --- " * (2 + len(names)) + "|"]
-    others = [row for row in rows if row["table"] == "queries"]
-    for queries, values in dict.fromkeys((row["queries"], row["values"]) for row in others):
-        lines.append(f"| {queries} | {values} | {cells({'queries': queries, 'values': values}, by_input)} |")
-    by_kernels = cells({"table": "kernels"}, by_input)
-    if by_kernels.strip(" |"):
-        lines.append(f"| nvfp4, by the kernels | {SHIPPED.values()} | {by_kernels} |")
-    return "\n".join(lines)
-
-
 def cpu_environment() -> dict:
     """What a row without a GPU says of when, where and which code; rounding errors do not depend on the processor."""
     now = datetime.now(timezone.utc)
@@ -371,17 +335,12 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=1 if small else 4)
     parser.add_argument("--queries", type=int, default=512 if small else 2048, help="query rows that are computed")
     parser.add_argument("--drawn-only", action="store_true", help="without the demo's model")
-    parser.add_argument("--page", action="store_true", help="print the tables of the file's last run")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     shared = {"run": uuid.uuid4().hex[:12], **(cpu_environment() if small else environment())}
     name = "cpu" if small else shared["gpu"].lower().replace(" ", "-")
     path = arguments.out or RESULTS / "studies" / f"{name}-fourbit.jsonl"
-    if arguments.page:
-        rows = read(path)
-        print(page([row for row in rows if row.get("run") == rows[-1]["run"]]))
-        return
-    shared |= {"operation": "fourbit", "queries": arguments.queries, "cube": list(CUBE)}
+    shared |= {"operation": "fourbit", "query_rows": arguments.queries, "cube": list(CUBE)}
     made = []
     with torch.inference_mode():
         for name, calls in inputs(arguments, device):
@@ -390,7 +349,7 @@ def main() -> None:
             rows = [about | row for row in input_rows(name, calls)]
             append(rows, path)
             made += rows
-    print(page(made))
+    print("\n\n".join(tables(made).values()))
 
 
 if __name__ == "__main__":
