@@ -86,7 +86,7 @@ def squared_error(groups: Tensor, scale_bits: Tensor) -> Tensor:
 def encode_groups(groups: Tensor, scale_bits: Tensor) -> Tensor:
     """E2M1 bits of ``groups`` [..., 16] under scales [..., 1]; a group whose scale is zero is stored as zeros."""
     scale = decode_e4m3(scale_bits)
-    return encode_e2m1(groups * torch.where(scale > 0, 1 / scale, 0.0))
+    return encode_e2m1(torch.where(scale > 0, groups * (1 / scale), 0.0))  # no zeros with the sign of what is lost
 
 
 def query_feedback(k: Tensor) -> Tensor:

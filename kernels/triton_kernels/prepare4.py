@@ -162,7 +162,8 @@ def store_groups(x, row, first_group, p_codes, p_scales, SIZE: tl.constexpr, EMU
     GROUPS: tl.constexpr = x.shape[1]
     bits = closest_scales(x)
     scale = decode_ue4m3(bits)
-    ratio = x * inverse_of(scale)[:, :, None]
+    positive = tl.broadcast_to((scale > 0.0)[:, :, None], [ROWS, GROUPS, GROUP])
+    ratio = tl.where(positive, x * inverse_of(scale)[:, :, None], 0.0)  # no zeros with the sign of what is lost
     even, odd = tl.split(tl.reshape(ratio, [ROWS, GROUPS * 8, 2]))
     p_row = p_codes + row[:, None] * (SIZE // 2) + first_group * (GROUP // 2)
     tl.store(p_row + tl.arange(0, GROUPS * 8)[None, :], pack_e2m1(even, odd, EMULATE))
