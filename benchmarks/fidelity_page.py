@@ -25,9 +25,11 @@ SCHEDULE_STEPS = 40  # of the cost column: Wan2.2's
 TARGETS = (
     # what, variant, against, dB wanted
     ("V-Smooth in 8 bit", "8-bit", "8-bit, means stay", 1.0),
+    ("V-Smooth in 8 bit, CUDA kernel against exact sums", "8-bit, CUDA kernel", "8-bit, means stay", 1.0),
     ("V-Smooth in INT8 throughout", "INT8 throughout", "INT8 throughout, means stay", 1.0),
     ("V-Smooth in 4 bit", "4-bit", "4-bit, means stay", 2.0),
     ("8-bit against SageAttention2's formats", "8-bit", "SageAttention2's formats", 0.0),
+    ("8-bit, CUDA kernel, against SageAttention2's formats", "8-bit, CUDA kernel", "SageAttention2's formats", 0.0),
     ("8-bit precise against ComfyUI's INT8 formats", "8-bit precise", "ComfyUI's INT8 formats", 0.0),
 )
 PLOTTED = ("8-bit", "8-bit precise", "4-bit")
@@ -224,7 +226,7 @@ def grouping_cost(plan: dict, speed: list[dict]) -> str:
 
 def refreshes(plan: dict, steps: int) -> int:
     """How many groupings a plan makes in ``steps`` steps."""
-    if plan["order"] != "k-means":
+    if plan["order"] not in ("k-means", "balanced"):
         return 0
     first, last = (round(share * steps) for share in plan["window"])
     return -(-(last - first) // plan["interval"])

@@ -15,7 +15,7 @@ from vc_attention.group.api import Grouping
 
 from .attend_torch import attend_torch
 from .operands import prepare, rotate
-from .orders import cube_order
+from .orders import balanced, cube_order
 from .variants import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +162,8 @@ class SelfAttention:
         last, at = self.held.get(layer, (None, None))
         if plan.regroups(step, self.steps, at):
             last = group_values(v, last if plan.warm else None)
+            if plan.order == "balanced":
+                last = balanced(v, last)
             self.held[layer] = (last, step)
         return last
 

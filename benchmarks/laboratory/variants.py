@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from . import formats
 from .formats import Formats
 
-ORDERS = ("sequence", "cube", "k-means")
+GROUPED = ("k-means", "balanced")  # "balanced": k-means with clusters of equal size
+ORDERS = ("sequence", "cube", *GROUPED)
 EARLY, LATE, HALF, ALL, NEVER = (0.0, 0.25), (0.75, 1.0), (0.0, 0.5), (0.0, 1.0), (0.0, 0.0)
 
 
@@ -34,7 +35,7 @@ class Plan:
 
     def regroups(self, step: int, steps: int, last: int | None) -> bool:
         """Whether step ``step`` of ``steps`` makes a grouping; ``last`` is the step of the one held."""
-        wanted = self.order == "k-means" and self.in_window(step, steps)
+        wanted = self.order in GROUPED and self.in_window(step, steps)
         return wanted and (last is None or step - last >= self.interval)
 
     def removes_means(self, step: int, steps: int) -> bool:
@@ -120,6 +121,7 @@ def ablation_variants() -> list[Variant]:
         made += [
             Variant(f"{name}, sequence order", name, kinds, Plan(order="sequence")),
             Variant(f"{name}, static cube", name, kinds, Plan(order="cube")),
+            Variant(f"{name}, balanced k-means", name, kinds, Plan(order="balanced")),
             Variant(f"{name}, Hadamard on V, means stay", name, rotated),
             Variant(f"{name}, Hadamard on V", name, rotated, Plan()),
         ]

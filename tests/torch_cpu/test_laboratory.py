@@ -223,6 +223,7 @@ def test_a_plan_groups_where_it_says():
     assert Plan(window=LATE).refreshes(20) == [15, 19]
     assert Plan(window=ALL, interval=8).refreshes(20) == [0, 8, 16]
     assert Plan(order="cube").refreshes(20) == []
+    assert Plan(order="balanced").refreshes(20) == [0, 4]
     assert [Plan(demean="window").removes_means(step, 20) for step in (0, 4, 5, 19)] == [True, True, False, False]
 
 
