@@ -47,12 +47,12 @@ def test_the_main_table_has_the_wanted_clips(page):
     assert all(len(each["each"]["psnr"]) == each["clips"] for each in renders)
 
 
-def test_pictures_of_the_page_exist(page):
+def test_pictures_and_pages_that_are_linked_exist(page):
     text = page.PAGE.read_text(encoding="utf-8")
-    pictures = [part.partition(")")[0] for part in text.split("](")[1:]]
-    assert pictures
-    for picture in pictures:
-        assert (page.DOCS / picture).is_file()
+    links = [part.partition(")")[0].partition("#")[0] for part in text.split("](")[1:]]
+    assert links
+    for link in links:
+        assert (page.DOCS / link).is_file()
 
 
 def test_newest_takes_the_last_row_of_the_last_model(page):
