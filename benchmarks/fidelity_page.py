@@ -6,12 +6,13 @@ python benchmarks/fidelity_page.py --check   exit code 1 if a table differs from
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import statistics
 import sys
 from pathlib import Path
+
+import pages
+from pages import table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -36,20 +37,11 @@ PLOTTED = ("8-bit", "8-bit precise", "4-bit")
 
 
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    rows = read(ROWS)
-    made = fill(text, rows, read(SPEED))
-    if "--check" in sys.argv[1:]:
-        return 0 if made == text else 1
-    PAGE.write_text(made, encoding="utf-8")
+    rows = pages.read(ROWS)
+    changed = pages.write(PAGE, tables(rows, pages.read(SPEED)))
     if "--plots" in sys.argv[1:]:
         draw(newest(rows))
-    return 0
-
-
-def read(path: Path) -> list[dict]:
-    """All rows of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return changed
 
 
 def newest(rows: list[dict]) -> list[dict]:
@@ -69,10 +61,10 @@ def earlier(rows: list[dict]) -> list[dict]:
     return [row for row in others if row["model"] == others[-1]["model"]]
 
 
-def fill(text: str, all_rows: list[dict], speed: list[dict]) -> str:
-    """``text`` with the content between each pair of markers made anew."""
+def tables(all_rows: list[dict], speed: list[dict]) -> dict[str, str]:
+    """Every table of the page by its name."""
     rows = newest(all_rows)
-    tables = {
+    return {
         "run": run_table(rows),
         "targets": targets_table(rows),
         "renders": fidelity_table(of(rows, "renders")),
@@ -87,24 +79,11 @@ def fill(text: str, all_rows: list[dict], speed: list[dict]) -> str:
         "values": values_table(of(rows, "probes")),
         "energy": energy_table(of(rows, "probes")),
     }
-    for name, table in tables.items():
-        begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if not pattern.search(text):
-            raise SystemExit(f"{PAGE.name} has no markers {begin} ... {end}")
-        text = pattern.sub(lambda _, block=f"{begin}\n{table}\n{end}": block, text)
-    return text
 
 
 def of(rows: list[dict], kind: str) -> list[dict]:
     """The rows of one kind of job."""
     return [row for row in rows if row["operation"] == f"fidelity_{kind}"]
-
-
-def table(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table."""
-    marks = ["---"] * len(head)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, marks, *lines))
 
 
 def run_table(rows: list[dict]) -> str:

@@ -6,10 +6,11 @@ python benchmarks/fourbit_page.py --check   exit code 1 if a table differs from 
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
+
+import pages
+from pages import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "blackwell.md"
@@ -39,17 +40,7 @@ COMPARED = (
 
 
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    made = fill(text, newest(read(ROWS)))
-    if "--check" in sys.argv[1:]:
-        return 0 if made == text else 1
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
-
-
-def read(path: Path) -> list[dict]:
-    """All rows of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return pages.write(PAGE, tables(newest(pages.read(ROWS))))
 
 
 def newest(rows: list[dict]) -> list[dict]:
@@ -68,17 +59,6 @@ def tables(rows: list[dict]) -> dict[str, str]:
     }
 
 
-def fill(text: str, rows: list[dict]) -> str:
-    """``text`` with the content between each pair of markers made anew."""
-    for name, table in tables(rows).items():
-        begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
-        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if not pattern.search(text):
-            raise SystemExit(f"{PAGE.name} has no markers {begin} ... {end}")
-        text = pattern.sub(lambda _, block=f"{begin}\n{table}\n{end}": block, text)
-    return text
-
-
 def error(rows: list[dict], **of) -> float:
     """Relative error of the one row that has these fields."""
     (found,) = [row for row in rows if of.items() <= row.items()]
@@ -87,11 +67,6 @@ def error(rows: list[dict], **of) -> float:
 
 def inputs(rows: list[dict]) -> list[str]:
     return list(dict.fromkeys(row["input"] for row in rows))
-
-
-def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
 
 
 def less(before: float, after: float) -> str:
@@ -105,7 +80,7 @@ def steps_table(rows: list[dict]) -> str:
     for what, smoothing, values, rounding in STEPS:
         of = {"table": "main", "smoothing": smoothing, "values": values, "rounding": rounding}
         lines.append([what, *(f"{error(rows, input=name, **of):.4f}" for name in inputs(rows))])
-    return markdown(["step", *inputs(rows)], lines)
+    return table(["step", *inputs(rows)], lines)
 
 
 def v_smooth_table(rows: list[dict]) -> str:
@@ -115,7 +90,7 @@ def v_smooth_table(rows: list[dict]) -> str:
     for what, of in COMPARED:
         pairs = [[error(rows, input=name, values=values, **of) for values in (PLAIN, SHIPPED)] for name in names]
         lines.append([what, *(f"{before:.4f} to {after:.4f}: {less(before, after)}" for before, after in pairs)])
-    return markdown(["error by V-Smooth", *names], lines)
+    return table(["error by V-Smooth", *names], lines)
 
 
 def smoothing_table(rows: list[dict]) -> str:
@@ -128,7 +103,7 @@ def smoothing_table(rows: list[dict]) -> str:
             of = {"input": name, "smoothing": smoothing, "values": values}
             cells.append(" / ".join(f"{error(mains, rounding=rounding, **of):.4f}" for rounding in ROUNDINGS))
         lines.append([smoothing, values, *cells])
-    return markdown(["q and k", "values", *inputs(rows)], lines)
+    return table(["q and k", "values", *inputs(rows)], lines)
 
 
 def terms_table(rows: list[dict]) -> str:
@@ -139,7 +114,7 @@ def terms_table(rows: list[dict]) -> str:
     for name, values, rounding in dict.fromkeys((row["input"], row["values"], row["rounding"]) for row in terms):
         of = {"input": name, "values": values, "rounding": rounding}
         lines.append([name, values, rounding, *(f"{error(terms, rounded=term, **of):.4f}" for term in rounded)])
-    return markdown(["input", "values", "rounding", *rounded], lines)
+    return table(["input", "values", "rounding", *rounded], lines)
 
 
 def kernels_table(rows: list[dict]) -> str:
@@ -150,7 +125,7 @@ def kernels_table(rows: list[dict]) -> str:
     lines = []
     for what, of in (("in torch, one row maximum", torch_row), ("by the Triton kernels", {"table": "kernels"})):
         lines.append([what, *(f"{error(rows, input=name, **of):.4f}" for name in inputs(rows))])
-    return markdown(["as shipped", *inputs(rows)], lines)
+    return table(["as shipped", *inputs(rows)], lines)
 
 
 if __name__ == "__main__":

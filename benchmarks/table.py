@@ -6,11 +6,10 @@ python benchmarks/table.py --check   exit code 1 if README.md differs from its r
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
 
+import pages
 from vc_attention.arch import FAMILIES, FamilyRow
 from vc_attention.dispatch import IMPLEMENTATIONS
 
@@ -35,21 +34,7 @@ SHIPPED = "as shipped"
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    made = replace(replace(text, "support", support_table()), "speed", speed_tables())
-    if "--check" in sys.argv[1:]:
-        return 0 if made == text else 1
-    README.write_text(made, encoding="utf-8")
-    return 0
-
-
-def replace(text: str, name: str, table: str) -> str:
-    """``text`` with everything between the markers of one table exchanged."""
-    begin, end = f"<!-- table: {name} -->", f"<!-- end: {name} -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(text):
-        raise SystemExit(f"README.md has no markers {begin} ... {end}")
-    return pattern.sub(lambda _: f"{begin}\n{table}\n{end}", text)
+    return pages.write(README, {"support": support_table(), "speed": speed_tables()})
 
 
 def support_table() -> str:
@@ -92,7 +77,7 @@ def speed_tables() -> str:
 
 def newest_run(path: Path) -> list[dict]:
     """The rows of the last run in a file."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows = pages.read(path)
     return [row for row in rows if row["run"] == rows[-1]["run"]]
 
 

@@ -126,7 +126,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--mode", choices=("auto", "8-bit", "4-bit"), default="auto")
+    parser.add_argument("--mode", choices=("auto", "8-bit", "4-bit", "8-bit precise"), default="auto")
     parser.add_argument("--steps", type=int, default=clip.steps)
     parser.add_argument("--window", type=float, default=0.25, help="share of the steps in which values are grouped")
     parser.add_argument("--interval", type=int, default=4, help="steps for which a grouping is held")

@@ -110,7 +110,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--comfyui", type=Path, default=Path(os.environ.get("COMFYUI_PATH", "ComfyUI")))
     parser.add_argument("--python", default=os.environ.get("COMFYUI_PYTHON", sys.executable), help="ComfyUI's Python")
-    parser.add_argument("--mode", choices=("auto", "8-bit", "4-bit"), default="8-bit")
+    parser.add_argument("--mode", choices=("auto", "8-bit", "4-bit", "8-bit precise"), default="8-bit")
     parser.add_argument("--implementation", choices=("auto", "reference"), default="reference")
     parser.add_argument("--steps", type=int, default=clip.steps)
     parser.add_argument("--window", type=float, default=0.25, help="grouping_window of the node")

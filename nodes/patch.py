@@ -95,7 +95,7 @@ def _main_widgets() -> list:
                 "8-bit: close to the original picture.\n"
                 "4-bit: for cards with 4-bit arithmetic; changes the picture more.\n"
                 "off: the model passes through unchanged.\n"
-                "8-bit precise: on H100 and H200, a quarter of 8-bit's error, in 1.6 times its time; groups nothing."
+                "8-bit precise: on H100 and H200, a quarter of 8-bit's error, in 1.5 times its time; groups nothing."
             ),
         ),
         io.Float.Input(
@@ -119,7 +119,8 @@ def _main_widgets() -> list:
             max=50,
             optional=True,
             tooltip=(
-                "Inside the grouping window, sort anew every so many steps. 1 is the most precise, larger is faster."
+                "Inside the grouping window, sort anew every so many steps. Smaller follows the values more closely, "
+                "larger is faster."
             ),
         ),
     ]

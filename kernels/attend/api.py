@@ -33,7 +33,7 @@ def attention(
     Args:
         q: [B, H, S_q, D] or, with layout "BSHD", [B, S_q, H, D]; bf16, fp16 or fp32; any strides, any length from 1.
         k, v: the same with S_kv tokens, q's dtype and device.
-        mode: "8-bit" (fast), "8-bit precise" (a quarter of its error at 0.6 of its speed), "4-bit" or "auto" (by q's
+        mode: "8-bit" (fast), "8-bit precise" (a quarter of its error at 0.65 of its speed), "4-bit" or "auto" (by q's
             device, never precise; 8-bit where the device has no mode of its own).
         grouping: a Grouping from ``group_values`` for these tokens; None keeps tokens in sequence order, as the precise
             mode does anyway.
@@ -41,8 +41,8 @@ def attention(
         layout: "BHSD" or "BSHD", of all three inputs and of the output.
         implementation: "auto" (a GPU kernel for q's device) or a name; a named one never falls back.
         qk_format: "int8" or "e4m3" in 8-bit mode; "auto" is int8 except on B200 and B300, whose tensor cores lack it.
-        probabilities: "expcast" or "exp2" in 8-bit mode; "auto" is ExpCast except on sm_89. The precise mode has one
-            choice of both: "int8" and "exp2".
+        probabilities: "expcast" or "exp2" in 8-bit mode; "auto" is ExpCast except on sm_89, sm_120 and sm_121. The
+            precise mode has one choice of both: "int8" and "exp2".
         demean: remove 128-token block means of v before quantization and restore them from the row sums; the precise
             mode does not quantize v.
 

@@ -140,7 +140,7 @@ def attend4(operands: Operands4, scale: float) -> Tensor:
 
     Where block means were removed, the row sums, for the denominator and for the means, are those of the
     probabilities *before* quantization: the residual has zero mean, so the mass that E2M1 loses would otherwise be
-    missed by the means alone (error 0.1450 against 0.1457 on clustered values, 0.1926 against 0.1950 on random ones).
+    missed by the means alone.
     """
     all_queries = operands.q.numbers()
     keys = operands.k.numbers().transpose(2, 3)

@@ -1,6 +1,6 @@
 """docs/fidelity.md is filled from rows: the page and the rows agree, and the arithmetic of its tables is right."""
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,11 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def page():
-    spec = importlib.util.spec_from_file_location("vc_fidelity_page", ROOT / "benchmarks" / "fidelity_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("fidelity_page")
 
 
 def row(settings, psnr, operation="renders", model="m", **more):
@@ -31,7 +29,7 @@ def test_page_is_what_the_rows_say(page, monkeypatch):
 
 
 def test_a_changed_row_is_noticed(page, monkeypatch, tmp_path):
-    rows = page.read(page.ROWS)
+    rows = page.pages.read(page.ROWS)
     last = [each for each in rows if each["operation"] == "fidelity_renders"][-1]
     last["psnr_mean"] += 1
     changed = tmp_path / "fidelity.jsonl"
@@ -42,7 +40,7 @@ def test_a_changed_row_is_noticed(page, monkeypatch, tmp_path):
 
 
 def test_the_main_table_has_the_wanted_clips(page):
-    renders = page.of(page.newest(page.read(page.ROWS)), "renders")
+    renders = page.of(page.newest(page.pages.read(page.ROWS)), "renders")
     assert {each["clips"] for each in renders} == {72}
     assert all(len(each["each"]["psnr"]) == each["clips"] for each in renders)
 

@@ -1,6 +1,6 @@
 """docs/blackwell.md is filled from rows: the page and the rows agree, and its comparisons compare like with like."""
 
-import importlib.util
+import importlib
 import json
 import re
 import sys
@@ -12,16 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def page():
-    spec = importlib.util.spec_from_file_location("vc_fourbit_page", ROOT / "benchmarks" / "fourbit_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("fourbit_page")
 
 
 @pytest.fixture
 def rows(page):
-    return page.newest(page.read(page.ROWS))
+    return page.newest(page.pages.read(page.ROWS))
 
 
 def test_page_is_what_the_rows_say(page, monkeypatch):

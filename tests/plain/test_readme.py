@@ -1,6 +1,7 @@
 """The README's tables are drawn from rows: dispatch rows for support, result rows for speed."""
 
-import importlib.util
+import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -10,11 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def table():
-    spec = importlib.util.spec_from_file_location("vc_benchmarks_table", ROOT / "benchmarks" / "table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def table(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("table")
 
 
 def test_readme_is_what_the_rows_say(table, monkeypatch):
@@ -60,7 +59,7 @@ def test_speed_table_takes_the_newest_run_and_names_the_baseline(table, monkeypa
 
     rows = [row("old", "cuda", "held grouping", 99.0), row("new", "sdpa_cudnn", "", 20.0)]
     rows += [row("new", "sdpa_flash", "", 30.0), row("new", "cuda", "held grouping", 8.0)]
-    (tmp_path / "card.jsonl").write_text("\n".join(map(table.json.dumps, rows)) + "\n")
+    (tmp_path / "card.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     made = table.speed_tables()
     assert "99" not in made
