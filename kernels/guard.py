@@ -1,8 +1,8 @@
 """Trust, but only after a test: every GPU kernel proves itself on the user's card before its first real call.
 
 A build can be broken in ways that no version number shows. So at first use, per device, dtype, mode and way to make
-probabilities, a small random case runs through grouping, preparation and attention into poisoned memory, and is
-compared with plain torch.
+probabilities, a small random case runs through grouping (where the mode groups), preparation and attention into
+poisoned memory, and is compared with plain torch.
 """
 
 from __future__ import annotations

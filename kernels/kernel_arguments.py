@@ -35,6 +35,14 @@ def strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_{axis}": stride for axis, stride in zip("bhs", tensor.stride(), strict=False)}
 
 
+def contiguous(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy if it is not contiguous or does not start at a multiple of 16 bytes."""
+    if tensor.is_contiguous() and tensor.data_ptr() % WIDEST_LOAD_BYTES == 0:
+        return tensor
+    # Its own contiguous() would hand back one that begins in between.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def alignment_bytes(*tensors: Tensor) -> int:
     """Largest of 16, 8, 4 and 2 bytes to which every row of every tensor is aligned."""
     bits = WIDEST_LOAD_BYTES

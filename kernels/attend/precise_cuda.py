@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cuda_driver import Kernel, launch
 from ..group.blocks import BLOCK
+from ..kernel_arguments import contiguous
 from ..nvrtc import Source
 from ..quantize.hopper import HEAD_DIM
 from ..quantize.precise import PreciseOperands
@@ -28,7 +29,7 @@ def attend_precise_cuda(operands: PreciseOperands, out: Tensor) -> None:
         out: [B, H, S_q, 128], v's dtype, last dimension contiguous, the address and all other strides even.
     """
     kernel = Kernel(build(out.dtype), "attention_precise_fwd_kernel", SHARED_BYTES)
-    v = operands.v if fits_tensor_map(operands.v) else operands.v.contiguous()
+    v = operands.v if fits_tensor_map(operands.v) else contiguous(operands.v)
     launch(kernel, out.device, attention_grid(out), THREADS, _arguments(operands, v, out))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attend.validation import dtype_name
 from ..cuda_driver import Kernel, Launch, launch_all
-from ..kernel_arguments import Scratch, alignment_bytes, pointers, strides
+from ..kernel_arguments import Scratch, alignment_bytes, contiguous, pointers, strides
 from ..nvrtc import Source
 from .sampling import sample_step
 
@@ -79,7 +79,7 @@ def group_cuda(v: Tensor, centroids: Tensor | None, clusters: int, iterations: i
         v = v.contiguous()
     batch, heads, tokens, _ = v.shape
     rows, clusters = batch * heads, clusters if centroids is None else centroids.shape[2]
-    previous = None if centroids is None else centroids.float().contiguous()
+    previous = None if centroids is None else contiguous(centroids.float())
     permutation = torch.empty((batch, heads, tokens), dtype=torch.int32, device=v.device)
     result = torch.empty((batch, heads, clusters, HEAD_DIM), dtype=torch.float32, device=v.device)
 

@@ -195,6 +195,7 @@ LAYOUTS = {
     "behind q and k": lambda v: torch.cat([v, v, v], 3)[..., 2 * D :],
     "two tokens apart": lambda v: v.repeat_interleave(2, 2)[:, :, ::2],
     "shifted by a token": lambda v: torch.cat([v[:, :, :1], v], 2)[:, :, 1:],
+    "contiguous, shifted by 2 bytes": lambda v: torch.cat([v.flatten()[:1], v.flatten()])[1:].view_as(v),
     "shifted by 2 bytes": lambda v: torch.nn.functional.pad(v, (1, 7))[..., 1 : 1 + D],
     "rows of 129": lambda v: torch.nn.functional.pad(v, (0, 1))[..., :D],
 }

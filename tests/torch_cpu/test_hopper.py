@@ -546,6 +546,15 @@ def test_grouping_takes_centroids_of_any_dtype(launches):
     assert launches[0][3].previous != start.data_ptr()
 
 
+def test_grouping_takes_centroids_from_anywhere(launches):
+    # The kernel reads 16 bytes at a time.
+    v = inputs(1, 300)[2]
+    start = torch.zeros(1 + 8 * D)[1:].view(1, 1, 8, D)
+    assert start.data_ptr() % 16
+    group_host.group_cuda(v, start, 8, 0)
+    assert launches[0][3].previous % 16 == 0
+
+
 # Who is served
 
 EIGHT = resolve("auto", "auto", "auto", True, "sm_90")

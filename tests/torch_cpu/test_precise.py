@@ -330,10 +330,11 @@ LAYOUTS = {
     "one head for all": lambda v: v[:, :1].expand_as(v),
     "two tokens apart": lambda v: v.repeat_interleave(2, 2)[:, :, ::2],
     "shifted by a token": lambda v: torch.cat([v[:, :, :1], v], 2)[:, :, 1:],
+    "contiguous, shifted by 2 bytes": lambda v: torch.cat([v.flatten()[:1], v.flatten()])[1:].view_as(v),
     "shifted by 4 bytes": lambda v: torch.nn.functional.pad(v, (2, 6))[..., 2 : 2 + D],
     "rows of 132": lambda v: torch.nn.functional.pad(v, (0, 4))[..., :D],
 }
-COPIED = ("one head for all", "shifted by 4 bytes", "rows of 132")
+COPIED = ("one head for all", "contiguous, shifted by 2 bytes", "shifted by 4 bytes", "rows of 132")
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -361,6 +362,7 @@ def test_values_are_read_where_they_lie_if_tma_can(layout, monkeypatch):
     kind, _, address, sizes, strides_bytes, box = told[2]
     assert (kind, sizes, box) == (9, (D, 200, 3, 2), (64, 128, 1, 1))
     assert (address == laid.data_ptr()) == (layout not in COPIED)
+    assert address % 16 == 0
     expected = v if layout in COPIED else laid
     assert strides_bytes == tuple(2 * stride for stride in expected.stride()[2::-1])
     assert all(stride % 16 == 0 for stride in strides_bytes)
