@@ -130,8 +130,7 @@ def test_build_spills_nothing_and_keeps_wgmma_asynchronous(name, compiler, recor
         assert used <= most[kernel], f"{kernel} uses {used} registers, made for {most[kernel]}"
 
 
-def disassembly(code: bytes, folder: Path) -> tuple[list[str], list[tuple[int, int]]]:
-    """Opcodes in order, and loops as (first, last) instruction: the spans of backward branches."""
+def disassembled(code: bytes, folder: Path) -> str:
     tool = shutil.which("nvdisasm")
     if tool is None:
         try:
@@ -141,9 +140,13 @@ def disassembly(code: bytes, folder: Path) -> tuple[list[str], list[tuple[int, i
         tool = next(str(file.locate()) for file in files if file.stem == "nvdisasm")
     path = folder / "kernel.cubin"
     path.write_bytes(code)
-    text = subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([tool, "-c", path], check=True, capture_output=True, text=True).stdout
+
+
+def disassembly(code: bytes, folder: Path) -> tuple[list[str], list[tuple[int, int]]]:
+    """Opcodes in order, and loops as (first, last) instruction: the spans of backward branches."""
     labels, opcodes, branches = {}, [], []
-    for line in text.splitlines():
+    for line in disassembled(code, folder).splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             labels[label[1]] = len(opcodes)
         elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*?);", line):
@@ -204,6 +207,21 @@ def test_precise_attention_spends_three_and_a_half_instructions_on_a_score(dtype
 def test_grouping_scores_on_the_tensor_cores(compiler, tmp_path):
     opcodes, _ = disassembly(built(group_host.build(torch.bfloat16, 16))[0], tmp_path)
     assert products(opcodes)["HGMMA"] >= 8
+
+
+TOUCHES_MEMORY = r"/\s+(?:@!?U?P\w+ )?\s*(?:LDG|STG|LD|ST|ATOM|ATOMG|RED|REDG|UTMALDG|UBLKCP|EXIT)\b"
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDS if re.match(r"(prepare.*|group)-bfloat16-(16|2)$", name)])
+def test_a_kernel_that_may_begin_early_waits_before_it_touches_memory(name, compiler, tmp_path):
+    source, kernels = BUILDS[name]
+    found = re.split(r"^\.text\.(\w+):$", disassembled(built(source)[0], tmp_path), flags=re.MULTILINE)
+    bodies = dict(zip(found[1::2], found[2::2], strict=True))
+    assert set(bodies) == set(kernels)
+    for kernel, body in bodies.items():
+        wait = body.index(" ACQBULK ")  # griddepcontrol.wait
+        touched = re.search(TOUCHES_MEMORY, body).start()
+        assert wait < touched, f"{kernel}: {body[touched : touched + 60]}"
 
 
 def test_structures_have_the_sizes_that_the_sources_assert():
@@ -498,6 +516,7 @@ def fake_driver(launched):
             block = (config.blockDimX, config.blockDimY, config.blockDimZ)
             ids = [attribute.id for attribute in config.attrs]
             assert ids == [bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION]
+            assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
             launched.append((function, grid, block, config.sharedMemBytes, int(config.hStream), config.numAttrs))
             return (0,)
 
