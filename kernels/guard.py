@@ -8,14 +8,13 @@ poisoned memory, and is compared with plain torch.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from .arch import EIGHT_BIT, PRECISE, uses_grouping
 from .attend.settings import PROBABILITIES
-from .errors import KernelUnavailable
+from .verdicts import look_up, verdict_of
 
 log = logging.getLogger("vc_attention")
 
@@ -24,9 +23,7 @@ log = logging.getLogger("vc_attention")
 OUTPUT_LIMIT = 5e-3
 CODE_LIMIT = 1e-3  # share of q8 and k8 that may be one code off: rounding ties, at most 6e-5 measured
 SCALE_LIMIT = 2e-3  # q_scale is rounded up to a half: one step of it is 1e-3
-HOW_TO_REPORT = "please report what `python -m kernels` prints in the folder of this package"
 
-_lock = threading.Lock()
 _verdicts: dict[tuple[int, str, str, str], str | None] = {}
 
 
@@ -41,34 +38,15 @@ def why_cuda_is_unavailable(device, dtype: str, mode: str = EIGHT_BIT, probabili
     index = torch.cuda.current_device() if device.index is None else device.index
     probabilities = probabilities or PROBABILITIES[mode][0]
     key = (index, dtype, mode, probabilities)
-    if key in _verdicts:
-        return _verdicts[key]
-    if torch.cuda.is_current_stream_capturing():
-        return "must run once before a CUDA graph is captured"
-    with _lock:
-        if key not in _verdicts:
-            _verdicts[key] = _verdict(torch.device("cuda", index), getattr(torch, dtype), mode, probabilities)
-    return _verdicts[key]
+    tested_on = torch.device("cuda", index)
+    return look_up(_verdicts, key, lambda: _verdict(tested_on, getattr(torch, dtype), mode, probabilities))
 
 
 def _verdict(device, dtype, mode: str, probabilities: str) -> str | None:
     import torch
 
-    try:
-        fault = self_test(device, dtype, mode, probabilities)
-    except KernelUnavailable as error:
-        return error.reason
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if "OUT_OF_MEMORY" in str(error):  # from the driver: no verdict on the kernels
-            raise torch.cuda.OutOfMemoryError(str(error)) from error
-        log.exception("VC Attention's self-test could not run")
-        return f"self-test could not run ({type(error).__name__}: {error}); {HOW_TO_REPORT}"
-    if fault is not None:
-        log.error("VC Attention's self-test failed on %s: %s", torch.cuda.get_device_name(device), fault)
-        return f"self-test failed ({fault}); {HOW_TO_REPORT}"
-    return None
+    card = torch.cuda.get_device_name(device)
+    return verdict_of(lambda: self_test(device, dtype, mode, probabilities), "self-test could not run", card)
 
 
 def self_test(device, dtype, mode: str = EIGHT_BIT, probabilities: str | None = None) -> str | None:

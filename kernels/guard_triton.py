@@ -7,12 +7,10 @@ same operands, and do they write all of a poisoned output.
 from __future__ import annotations
 
 import logging
-import threading
 from importlib import import_module
 
 from . import triton_support
-from .errors import KernelUnavailable
-from .guard import HOW_TO_REPORT
+from .verdicts import look_up, verdict_of
 
 log = logging.getLogger("vc_attention")
 
@@ -22,7 +20,6 @@ SELF_TESTS = {
     "grouping": ".group.self_test",
 }
 
-_lock = threading.Lock()
 _verdicts: dict[tuple, str | None] = {}
 
 
@@ -52,14 +49,7 @@ def why_unavailable(name: str, device, dtype: str) -> str | None:
         return f"runs on NVIDIA GPUs, not on {device.type}"
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (name, index, dtype)
-    if key in _verdicts:
-        return _verdicts[key]
-    if torch.cuda.is_current_stream_capturing():
-        return "must run once before a CUDA graph is captured"
-    with _lock:
-        if key not in _verdicts:
-            _verdicts[key] = _verdict(name, torch.device("cuda", index), getattr(torch, dtype))
-    return _verdicts[key]
+    return look_up(_verdicts, key, lambda: _verdict(name, torch.device("cuda", index), getattr(torch, dtype)))
 
 
 def _verdict(name: str, device, dtype) -> str | None:
@@ -67,26 +57,17 @@ def _verdict(name: str, device, dtype) -> str | None:
 
     card = torch.cuda.get_device_name(device)
     log.info("VC Attention: compiling and testing its Triton kernels for %s on %s", dtype, card)
-    try:
-        # The caller's autocast and default device are not ours: the specifications need float32 on this device.
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.device("cpu"),
-            torch.cuda.device(device),
-        ):
-            fault = import_module(SELF_TESTS[name], __package__).self_test(device, dtype)
-    except KernelUnavailable as error:
-        return error.reason
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if "out of memory" in str(error):  # from the driver, in Triton's words: no verdict on the kernels
-            raise torch.cuda.OutOfMemoryError(str(error)) from error
-        log.exception("VC Attention's Triton kernels do not run on %s", card)
-        sentence = " ".join(str(error).split())[:200]
-        return f"does not compile or run here ({type(error).__name__}: {sentence}); {HOW_TO_REPORT}"
-    if fault is not None:
-        log.error("VC Attention's self-test failed on %s: %s", card, fault)
-        return f"self-test failed ({fault}); {HOW_TO_REPORT}"
-    return None
+    return verdict_of(lambda: _self_test(name, device, dtype), "does not compile or run here", card)
+
+
+def _self_test(name: str, device, dtype) -> str | None:
+    import torch
+
+    # The caller's autocast and default device are not ours: the specifications need float32 on this device.
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.device("cpu"),
+        torch.cuda.device(device),
+    ):
+        return import_module(SELF_TESTS[name], __package__).self_test(device, dtype)

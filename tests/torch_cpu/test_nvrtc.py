@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vc_attention import cuda_driver, guard, nvrtc, ops, support
+from vc_attention import cuda_driver, guard, nvrtc, ops, support, verdicts
 from vc_attention.attend import api
 from vc_attention.attend import cuda as attend_host
 from vc_attention.attend import precise as precise_specification
@@ -729,7 +729,7 @@ def test_a_mismatch_disables_the_kernels_with_a_sentence(fault, sound, monkeypat
     answer = support(*sound)
     assert not answer
     assert answer.why.startswith("cuda self-test failed (")
-    assert guard.HOW_TO_REPORT in answer.why
+    assert verdicts.HOW_TO_REPORT in answer.why
     assert "\n" not in answer.why
 
 
