@@ -1,387 +1,660 @@
-// V-Smooth grouping on sm_90a: k-means over the value vectors of each (batch, head), then a stable counting sort. No host
-// synchronisation, no float atomics: two runs give the same bits. Plain version: group/reference.py.
+// V-Smooth grouping for Hopper (sm_90a): k-means over the value vectors of each (batch, head), then a stable counting sort.
+// Plain version: group/reference.py.
 //
-// Kernels (D = 128, C <= 512 clusters, one-dimensional grids). One round = assign, scan, scatter, segment_sum, update over every
-// `step`-th token; the last pass = [distances, chain,] assign, scan, scatter over all tokens. Tokens are laid out by cluster number.
-// Each but the first is brought in while the one before still runs (programmatic dependent launch) and begins by waiting for it.
-//   init         warp = one centroid: previous one or the value of a token at equal spacing; rounded copy and half its squared length.
-//   assign       CTA = one chunk of tokens of one head, warpgroup = 64 tokens: label = argmax (v.c - |c|^2 / 2) with c rounded to the
-//                input type (wgmma, FP32 sums, the smaller label wins a tie); counts of the chunk per cluster.
-//                (assign_wide: over 256 clusters.)
-//   scan         CTA = one head: first position of every (cluster, chunk).
-//   scatter      CTA = one chunk: stable positions inside the chunk -> permutation.
-//   segment_sum  warp = 32 sorted positions: sums of the runs of equal labels. Run (segment s, cluster c) goes to slot s + c, which is
-//                unique because both only grow along the sorted order.
-//   update       CTA = one cluster: its slots in order -> new centroid. Empty (or not finite): the old one stays.
+// Semantics. A round looks at every `step`-th token, gives it to the nearest centroid and replaces each centroid by the mean of its
+// tokens. The last pass gives every token to a centroid; the permutation lists tokens by cluster, inside a cluster in their order.
+// The host is never waited for, and no sum depends on the order of atomics: two runs give the same bits.
+//
+// Launches (one-dimensional grids, group/cuda.py makes them): init, then rounds of assign, scan, scatter, segment_sum, update; at a
+// cold start distances and chain; at last assign, scan, scatter over all tokens. Each but the first is brought in while the one
+// before still runs (programmatic dependent launch) and begins by waiting for it.
+//   init         warp = one centroid: the previous one or the value of a token, tokens at equal spacing.
+//   assign       block = one chunk of tokens of one head, warpgroup = 64 tokens at a time: label = argmax (v.c - |c|^2 / 2) with c
+//                rounded to the input type (wgmma, FP32 sums, the smaller label wins a tie); tokens of the chunk per cluster.
+//   assign_wide  the same for over 256 clusters, whose centroids fill the shared memory of an SM.
+//   scan         block = one head: first position of every (cluster, chunk).
+//   scatter      block = one chunk: stable positions inside the chunk, which are the permutation.
+//   segment_sum  warp = SEGMENT sorted positions: sums of the runs of equal labels.
+//   update       block = one cluster: its sums in a fixed order, divided by its size.
 //   distances    warp = 16 x 64 pairs of centroids of one head (mma.sync).
-//   chain        CTA = one head: renumbers the centroids along a greedy chain of nearest neighbours, beginning with the longest. One warp
-//                walks, a step costs it one load from L2. Neighbours share a mixed block. A later warm start inherits the numbers and
-//                needs no chain of its own.
+//   chain        block = one head: renumbers the centroids along a greedy chain of nearest neighbours, beginning with the longest.
+//                Neighbours share a mixed 128-token block. A later warm start inherits the numbers and needs no chain of its own.
 //
-// Requires: last dimension contiguous; INPUT_FP16 0 (bf16) or 1; VEC = alignment of every row start in bytes (16, 8, 4, 2).
+// Requires sm_90a, C <= MOST_CLUSTERS and rows of HEAD_DIM contiguous elements that start at multiples of VEC bytes.
+// Switches: -DINPUT_FP16=1 takes half instead of bfloat16, -DVEC=16, 8, 4 or 2 is the alignment of the rows.
+#include "strided_sm90.cuh"
 
-typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64;
-#ifndef INPUT_FP16
-#define INPUT_FP16 0
-#endif
-#ifndef VEC
-#define VEC 16
-#endif
-#define DEV __device__ __forceinline__
-
-constexpr int D = 128;
-constexpr int SEGMENT = 32;       // sorted positions per warp of segment_sum: a short sequence needs the warps
+constexpr int SEGMENT = 32;  // sorted positions per warp of segment_sum: a short sequence needs the warps
 constexpr int MOST_CLUSTERS = 512;
+constexpr int WARPS = 4;              // per block of init, segment_sum, update and distances
+constexpr int SCATTER_WARPS = 8;      // per block of scatter
+constexpr int PRODUCT_TOKENS = 64;    // of one wgmma of assign
+constexpr int PRODUCT_CLUSTERS = 64;  // of one wgmma of assign
+constexpr u32 EVERY_LANE = ~0u;
 
+// Sample i of a head is its token i * step. Shapes in brackets, BH = B * H.
 struct Params {
-  const u16* v; i64 v_b, v_h, v_s;  // strides in elements
-  const float* previous;            // [BH, C, D] or null: cold start
-  float* centroids;                 // [BH, C, D]
-  u16* rounded;                     // [BH, C, D] input type
-  float* half_norm;                 // [BH, C], of the rounded centroid
-  u16* labels;                      // [BH, n]
-  int* histogram;                   // [BH, chunks, C]: counts, after scan: exclusive over chunks
-  int* start; int* count;           // [BH, C]: first sorted position, size
-  int* permutation;                 // [BH, n] sorted position -> sample
-  float* partial;                   // [BH, slots, D]
-  float* distances;                 // [BH, C, C], half the squared distance of two rounded centroids; cold start only
-  int B, H, S, C, n, step, chunk, chunks, segments, slots; // sample i is token i * step
-  int heads_first;
+  const u16* v;  // [B, H, S, HEAD_DIM], strides in elements, last one 1
+  i64 v_b, v_h, v_s;
+  const float* previous;  // [BH, C, HEAD_DIM] or null: cold start
+  float* centroids;       // [BH, C, HEAD_DIM]
+  u16* rounded;           // [BH, C, HEAD_DIM], input type
+  float* half_norm;       // [BH, C], half the squared length of the rounded centroid
+  u16* labels;            // [BH, n], cluster of each sample
+  int* histogram;         // [BH, chunks, C], samples; scan turns them into those of the chunks before
+  int* start;             // [BH, C], first sorted position of the cluster
+  int* count;             // [BH, C], samples of the cluster
+  int* permutation;       // [BH, n], sorted position -> sample
+  float* partial;         // [BH, slots, HEAD_DIM], sums of runs, see segment_sum
+  float* distances;       // [BH, C, C], half the squared distance of two rounded centroids; only at a cold start
+  int B, H, S, C;
+  int n, step;        // samples of a head
+  int chunk, chunks;  // samples per block of assign and scatter, blocks per head
+  int segments;       // of SEGMENT samples
+  int slots;          // segments + C
+  int heads_first;    // 1: neighbouring blocks take neighbouring heads
 };
 static_assert(sizeof(Params) == 168, "group/cuda.py mirrors this structure");
 
-DEV u32 lane_id(){ return threadIdx.x & 31; }
-DEV void wait_for_previous(){ // lets the next kernel in; goes on when the one before has ended and its writes are visible
-  asm volatile("griddepcontrol.launch_dependents;"); asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEV bool finite(float x){ return fabsf(x) <= 3.402823466e38f; }
-#if INPUT_FP16
-DEV float to_f(u16 x){ float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }
-DEV u16 from_f(float x){ u16 h; asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(fminf(fmaxf(x, -65504.f), 65504.f))); return h; }
-#define TYPE "f16"
-#else
-DEV float to_f(u16 x){ return __uint_as_float((u32)x << 16); }
-DEV u16 from_f(float x){ u16 h; asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(h) : "f"(x)); return h; }
-#define TYPE "bf16"
-#endif
-DEV float lo(u32 x){ return to_f((u16)(x & 0xffff)); }
-DEV float hi(u32 x){ return to_f((u16)(x >> 16)); }
-template<int BYTES> DEV void load(u32* r, const u16* p){ // BYTES at p, which is aligned to VEC
-  constexpr int W = VEC < BYTES ? VEC : BYTES;
-  if constexpr(W == 16) asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
-  else if constexpr(W == 8){
+// Values of one head.
+DEVICE const u16* head_start(const Params& params, u32 bh) {
+  const u32 batch = bh / params.H;
+  return params.v + static_cast<i64>(batch) * params.v_b + static_cast<i64>(bh - batch * params.H) * params.v_h;
+}
+
+DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
+
+// In elements, from the head's start.
+DEVICE i64 sample_offset(const Params& params, int sample) { return static_cast<i64>(sample) * params.step * params.v_s; }
+
+// ---- init: the first centroids ------------------------------------------------------------------------------------------------
+
+// Centroid bh * C + cluster, of which a lane has channels 4 lane .. 4 lane + 3: as it is, rounded, and half its squared length.
+DEVICE void store_centroid(const Params& params, u64 centroid, const float (&channels)[4]) {
+  u16 rounded[4];
+  float norm = 0.f;
 #pragma unroll
-    for(int i = 0; i < BYTES/8; i++) asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(r[2*i]), "=r"(r[2*i+1]) : "l"(p + 4*i));
-  } else if constexpr(W == 4){
+  for (int i = 0; i < 4; i++) {
+    rounded[i] = float_to_input(channels[i]);
+    const float x = input_to_float(rounded[i]);
+    norm = fmaf(x, x, norm);
+  }
 #pragma unroll
-    for(int i = 0; i < BYTES/4; i++) asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(r[i]) : "l"(p + 2*i));
+  for (int mask = 1; mask < 32; mask *= 2) norm += __shfl_xor_sync(EVERY_LANE, norm, mask);
+
+  const u64 first = centroid * HEAD_DIM + 4 * lane_id();
+  store_as(params.centroids + first, make_float4(channels[0], channels[1], channels[2], channels[3]));
+  store_as(params.rounded + first, make_uint2(pack_16(rounded[0], rounded[1]), pack_16(rounded[2], rounded[3])));
+  if (lane_id() == 0) params.half_norm[centroid] = 0.5f * norm;
+}
+
+// Where `cluster` starts cold: the first token is that of cluster 0, the last that of cluster C - 1.
+DEVICE i64 spaced_token(const Params& params, u32 cluster) {
+  return params.C > 1 ? static_cast<i64>(cluster) * (params.S - 1) / (params.C - 1) : 0;
+}
+
+// Four channels of a lane, of a centroid or a token.
+DEVICE void load_floats(float (&channels)[4], const float* address_gmem) {
+  const float4 four = load_as<float4>(address_gmem);
+  channels[0] = four.x;
+  channels[1] = four.y;
+  channels[2] = four.z;
+  channels[3] = four.w;
+}
+
+DEVICE void load_inputs(float (&channels)[4], const u16* address_gmem) {
+  u32 pairs[2];
+  load_channels<false>(pairs, address_gmem);
+  channels[0] = input_low(pairs[0]);
+  channels[1] = input_high(pairs[0]);
+  channels[2] = input_low(pairs[1]);
+  channels[3] = input_high(pairs[1]);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) init(const __grid_constant__ Params params) {
+  wait_for_previous();
+  const u32 centroid = blockIdx.x * WARPS + warp_id(), lane = lane_id();
+  if (centroid >= static_cast<u32>(params.B) * params.H * params.C) return;
+  const u32 bh = centroid / params.C, cluster = centroid - bh * params.C;
+  float channels[4];
+  if (params.previous) {
+    load_floats(channels, params.previous + static_cast<u64>(centroid) * HEAD_DIM + 4 * lane);
   } else {
+    const i64 token = spaced_token(params, cluster);
+    load_inputs(channels, head_start(params, bh) + token * params.v_s + 4 * lane);
+  }
 #pragma unroll
-    for(int i = 0; i < BYTES/4; i++){
-      u16 a, b;
-      asm volatile("ld.global.nc.u16 %0,[%1];" : "=h"(a) : "l"(p + 2*i));
-      asm volatile("ld.global.nc.u16 %0,[%1];" : "=h"(b) : "l"(p + 2*i + 1));
-      r[i] = a | ((u32)b << 16); }
-  } }
-DEV void split(u32 i, u32 n, const Params& p, u32& bh, u32& x){
-  const u32 BH = p.B * p.H;
-  if(p.heads_first){ x = i / BH; bh = i - x * BH; } else { bh = i / n; x = i - bh * n; } }
-DEV const u16* head_start(const Params& p, u32 bh){ const u32 b = bh / p.H; return p.v + (i64)b * p.v_b + (i64)(bh - b * p.H) * p.v_h; }
-// a warp holds one centroid, lane l channels 4 l .. 4 l + 3
-DEV void store_centroid(const Params& p, u64 i /* bh C + c */, const float (&x)[4]){
-  const u32 l = lane_id(); u16 h[4]; float s = 0.f;
-#pragma unroll
-  for(int e = 0; e < 4; e++){ h[e] = from_f(x[e]); const float y = to_f(h[e]); s = fmaf(y, y, s); }
-#pragma unroll
-  for(int m = 1; m < 32; m *= 2) s += __shfl_xor_sync(~0u, s, m);
-  *(float4*)(p.centroids + i * D + 4*l) = make_float4(x[0], x[1], x[2], x[3]);
-  *(uint2*)(p.rounded + i * D + 4*l) = make_uint2(h[0] | ((u32)h[1] << 16), h[2] | ((u32)h[3] << 16));
-  if(l == 0) p.half_norm[i] = 0.5f * s; }
-
-extern "C" __global__ void __launch_bounds__(128) init(const __grid_constant__ Params p){
-  wait_for_previous();
-  const u32 i = blockIdx.x * 4 + (threadIdx.x >> 5), l = lane_id();
-  if(i >= (u32)p.B * p.H * p.C) return;
-  const u32 bh = i / p.C, c = i - bh * p.C; float x[4];
-  if(p.previous){ const float4 f = *(const float4*)(p.previous + (u64)i * D + 4*l); x[0] = f.x; x[1] = f.y; x[2] = f.z; x[3] = f.w; }
-  else {
-    const i64 t = p.C > 1 ? (i64)c * (p.S - 1) / (p.C - 1) : 0;
-    u32 r[2]; load<8>(r, head_start(p, bh) + t * p.v_s + 4*l); x[0] = lo(r[0]); x[1] = hi(r[0]); x[2] = lo(r[1]); x[3] = hi(r[1]); }
-#pragma unroll
-  for(int e = 0; e < 4; e++) if(!finite(x[e])) x[e] = 0.f; // a NaN would stay for ever: its cluster never gets a token
-  store_centroid(p, i, x);
+  for (int i = 0; i < 4; i++)
+    if (!is_finite(channels[i])) channels[i] = 0.f;  // a NaN would stay for ever: its cluster never gets a token
+  store_centroid(params, centroid, channels);
 }
 
-DEV void wgmma64(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b){ // d (64 tokens x 64 clusters) += a (16 channels) b
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {"
-      "%0,%1,%2,%3,%4,%5,%6,%7,"
-      "%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,"
-      "%24,%25,%26,%27,%28,%29,%30,%31"
-      "},{%32,%33,%34,%35},%36,1,1,1,0;"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)); }
-DEV void keep(float (&d)[32]){
-#pragma unroll
-  for(int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i]) :: "memory"); } // pins the accumulator between issue and wait
-DEV u64 descriptor(u32 smem){ return (u64)((smem & 0x3ffff) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62); } // K-major, 128-byte swizzle
+// ---- assign: labels and their histogram ---------------------------------------------------------------------------------------
 
-// Shared memory: two panels of 64 channels, each [ROWS][128 bytes] with the 128-byte swizzle, channels in the order in which the
-// A fragments hold them (a thread loads 16 bytes; its place in the quad is channel bits 4, 3). Then -|c|^2 / 2 and the counts.
-template<int THREADS> DEV void assign_tokens(const Params& p){
-  extern __shared__ u8 raw[];
-  u8* smem = raw + (-(u32)__cvta_generic_to_shared(raw) & 1023);
-  const int ROWS = (p.C + 63) & ~63;
-  float* norm = (float*)(smem + ROWS * 256); int* hist = (int*)(norm + ROWS);
-  u32 bh, x; split(blockIdx.x, p.chunks, p, bh, x);
-  for(int i = threadIdx.x; i < ROWS * 16; i += THREADS){
-    const int n = i >> 4, j = (i >> 2) & 3, c = i & 3;
-    const uint4 f = n < p.C ? *(const uint4*)(p.rounded + ((u64)bh * p.C + n) * D + 32*j + 8*c) : make_uint4(0, 0, 0, 0);
-    u8* row = smem + (j >> 1) * (ROWS * 128) + n * 128 + 4*c; const int piece = 4 * (j & 1);
-    *(u32*)(row + 16 * ((piece + 0) ^ (n & 7))) = f.x; *(u32*)(row + 16 * ((piece + 1) ^ (n & 7))) = f.y;
-    *(u32*)(row + 16 * ((piece + 2) ^ (n & 7))) = f.z; *(u32*)(row + 16 * ((piece + 3) ^ (n & 7))) = f.w; }
-  for(int n = threadIdx.x; n < ROWS; n += THREADS){ norm[n] = n < p.C ? -p.half_norm[(u64)bh * p.C + n] : __int_as_float(0xff800000); hist[n] = 0; }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the tensor cores read what ordinary stores wrote
+// d[64 x 64] (FP32) += a[64 x 16] b[64 x 16]^T, both of the input type, a in registers.
+DEVICE void wgmma_m64n64k16(float (&d_rmem)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b_descriptor) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." INPUT_TYPE "." INPUT_TYPE " {" PTX_32
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+               : INOUT_32("+f", d_rmem, 0)
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b_descriptor));
+}
+
+// Shared memory of a block of assign. A padding row is zero and starts at minus infinity.
+struct AssignSmem {
+  int rows;             // C rounded up to whole products
+  u8* planes;           // two of 64 channels each, [rows][128 bytes] with the 128-byte swizzle
+  float* start_scores;  // [rows], -|c|^2 / 2
+  int* counts;          // [rows], tokens
+
+  DEVICE AssignSmem(u8* shared, int clusters) {
+    planes = shared + (-static_cast<u32>(__cvta_generic_to_shared(shared)) & 1023);  // swizzled rows start at a multiple of 1024
+    rows = (clusters + PRODUCT_CLUSTERS - 1) & -PRODUCT_CLUSTERS;
+    start_scores = reinterpret_cast<float*>(planes + 2 * plane_bytes());
+    counts = reinterpret_cast<int*>(start_scores + rows);
+  }
+  DEVICE int plane_bytes() const { return rows * 128; }
+};
+
+// A thread loads a token in pieces of 16 bytes: load j of the one with place c in its quad is four pairs of channels, from
+// 32 j + 8 c on. An A fragment takes pairs that lie 16 bytes apart. So the centroids' channels are stored in another order: pair w of
+// (j, c) as pair c of the w-th 16 bytes of the j-th 64.
+template <int THREADS>
+DEVICE void load_centroids(const AssignSmem& smem, const Params& params, u32 bh) {
+  for (int i = threadIdx.x; i < smem.rows * 16; i += THREADS) {
+    const int row = i >> 4, load = (i >> 2) & 3, place = i & 3;
+    const u64 first = (static_cast<u64>(bh) * params.C + row) * HEAD_DIM + 32 * load + 8 * place;
+    const uint4 pairs = row < params.C ? load_as<uint4>(params.rounded + first) : make_uint4(0, 0, 0, 0);
+    u8* target = smem.planes + (load >> 1) * smem.plane_bytes() + row * 128 + 4 * place;
+    auto store = [&](int word, u32 pair) { store_as(target + 16 * ((4 * (load & 1) + word) ^ (row & 7)), pair); };
+    store(0, pairs.x);
+    store(1, pairs.y);
+    store(2, pairs.z);
+    store(3, pairs.w);
+  }
+  for (int row = threadIdx.x; row < smem.rows; row += THREADS) {
+    smem.start_scores[row] = row < params.C ? -params.half_norm[static_cast<u64>(bh) * params.C + row] : minus_infinity();
+    smem.counts[row] = 0;
+  }
+}
+
+// Scores of 64 tokens against 64 clusters. scores[i] of a thread: token (i & 2 ? +8 : +0), cluster 8 * (i / 4) + 2 * place + i % 2.
+// One accumulator: the other warpgroups of the SM keep the tensor cores busy meanwhile (two do not fit in 128 registers).
+DEVICE void score(float (&scores)[32], const u32 (&tokens)[2][4][4], const AssignSmem& smem, u64 centroids, int product,
+                  int place) {
+  const float* start_scores = smem.start_scores + PRODUCT_CLUSTERS * product + 2 * place;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float2 start = load_as<float2>(start_scores + 8 * i);
+    scores[4 * i] = scores[4 * i + 2] = start.x;
+    scores[4 * i + 1] = scores[4 * i + 3] = start.y;
+  }
+  pin(scores);
+  wgmma_fence();
+#pragma unroll
+  for (int load = 0; load < 4; load++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int offset = (load >> 1) * smem.plane_bytes() + product * PRODUCT_CLUSTERS * 128 + (2 * (load & 1) + half) * 32;
+      wgmma_m64n64k16(scores, tokens[0][load][2 * half], tokens[1][load][2 * half], tokens[0][load][2 * half + 1],
+                      tokens[1][load][2 * half + 1], centroids + offset / 16);
+    }
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(scores);
+}
+
+struct Best {
+  int label;  // of the thread with place 0 in a quad, until pick_among_quad
+  float score;
+};
+
+// Takes over what is better among a thread's scores of `product`; the smaller label wins a tie.
+DEVICE void pick(Best (&best)[2], const float (&scores)[32], int product) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float top = scores[2 * r];
+    int column = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++)
+        if (i + odd > 0) {
+          const float next = scores[4 * i + 2 * r + odd];
+          column = next > top ? 8 * i + odd : column;
+          top = fmaxf(next, top);
+        }
+    if (top > best[r].score) best[r] = {PRODUCT_CLUSTERS * product + column, top};
+  }
+}
+
+// The best of the four threads that share a token; the smaller label wins a tie.
+DEVICE void pick_among_quad(Best& best, int place) {
+  best.label += 2 * place;
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+    const float score = __shfl_xor_sync(EVERY_LANE, best.score, mask);
+    const int label = __shfl_xor_sync(EVERY_LANE, best.label, mask);
+    if (score > best.score || (score == best.score && label < best.label)) best = {label, score};
+  }
+}
+
+// tokens[r][load]: 16 bytes of sample + 8 r. What lies past the last one is the last one again.
+DEVICE void load_tokens(u32 (&tokens)[2][4][4], const Params& params, const u16* head_gmem, int sample) {
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int load = 0; load < 4; load++)
+      load_channels(tokens[r][load], head_gmem + sample_offset(params, min(sample + 8 * r, params.n - 1)) + 32 * load);
+}
+
+template <int THREADS>
+DEVICE void assign_chunk(const Params& params) {
+  extern __shared__ u8 shared[];
+  const AssignSmem smem(shared, params.C);
+  const Part part = part_of_block(blockIdx.x, params.chunks, params.B * params.H, params.heads_first);
+  const u32 bh = part.bh, chunk = part.index;
+  load_centroids<THREADS>(smem, params, bh);
+  fence_async_proxy();
   __syncthreads();
-  const int g = lane_id() >> 2, c = lane_id() & 3;
-  const u64 cent = descriptor(__cvta_generic_to_shared(smem));
-  const u16* v = head_start(p, bh) + 8*c;
-  const int end = min((int)(x + 1) * p.chunk, p.n), warp = threadIdx.x >> 5;
-  for(int t = x * p.chunk + (warp >> 2) * 64; t < end; t += THREADS / 2){ // a warpgroup takes 64 tokens
-    const int row = t + 16 * (warp & 3) + g;
-    u32 a[2][4][4];
-#pragma unroll
-    for(int r = 0; r < 2; r++)
-#pragma unroll
-      for(int j = 0; j < 4; j++) load<16>(a[r][j], v + (i64)min(row + 8*r, p.n - 1) * p.step * p.v_s + 32*j);
-    float best[2]; int label[2] = {0, 0}; best[0] = best[1] = __int_as_float(0xff800000);
-    float s[32]; // one accumulator: the other warpgroups of the SM keep the tensor cores busy meanwhile (two do not fit in 128 registers)
-    auto score = [&](int chunk){
-#pragma unroll
-      for(int i = 0; i < 8; i++){ const float2 h = *(const float2*)(norm + 64*chunk + 8*i + 2*c); s[4*i] = s[4*i+2] = h.x; s[4*i+1] = s[4*i+3] = h.y; }
-      keep(s);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-      for(int j = 0; j < 4; j++)
-#pragma unroll
-        for(int ph = 0; ph < 2; ph++)
-          wgmma64(s, a[0][j][2*ph], a[1][j][2*ph], a[0][j][2*ph+1], a[1][j][2*ph+1], cent + ((j >> 1) * (ROWS * 128) + chunk * 8192 + (2 * (j & 1) + ph) * 32) / 16);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      keep(s); };
-    auto pick = [&](int chunk){
-#pragma unroll
-      for(int r = 0; r < 2; r++){
-        float m = s[2*r]; int k = 0;
-#pragma unroll
-        for(int i = 0; i < 8; i++)
-#pragma unroll
-          for(int l = 0; l < 2; l++) if(i + l > 0){ const float y = s[4*i + 2*r + l]; k = y > m ? 8*i + l : k; m = fmaxf(y, m); }
-        if(m > best[r]){ best[r] = m; label[r] = 64*chunk + k; } } };
+
+  const u64 centroids = matrix_descriptor<128>(smem_address(smem.planes));
+  const int row = lane_id() >> 2, place = lane_id() & 3;
+  const u16* v = head_start(params, bh) + 8 * place;
+  const int end = min(static_cast<int>(chunk + 1) * params.chunk, params.n), warp = warp_id();
+  for (int first = chunk * params.chunk + (warp >> 2) * PRODUCT_TOKENS; first < end; first += THREADS / 128 * PRODUCT_TOKENS) {
+    const int sample = first + 16 * (warp & 3) + row;  // the thread's samples are this and + 8
+    u32 tokens[2][4][4];
+    load_tokens(tokens, params, v, sample);
+
+    Best best[2] = {{0, minus_infinity()}, {0, minus_infinity()}};
+    float scores[32];
 #pragma unroll 1
-    for(int chunk = 0; 64*chunk < ROWS; chunk++){ score(chunk); pick(chunk); }
+    for (int product = 0; PRODUCT_CLUSTERS * product < smem.rows; product++) {
+      score(scores, tokens, smem, centroids, product, place);
+      pick(best, scores, product);
+    }
 #pragma unroll
-    for(int r = 0; r < 2; r++){
-      label[r] += 2*c;
-#pragma unroll
-      for(int m = 1; m < 4; m *= 2){
-        const float y = __shfl_xor_sync(~0u, best[r], m); const int k = __shfl_xor_sync(~0u, label[r], m);
-        if(y > best[r] || (y == best[r] && k < label[r])){ best[r] = y; label[r] = k; } }
-      // NaN, or every score -inf: any cluster will do
-      if(label[r] >= p.C) label[r] = 0;
-      if(c == r && row + 8*r < end){ p.labels[(u64)bh * p.n + row + 8*r] = label[r]; atomicAdd(hist + label[r], 1); }
+    for (int r = 0; r < 2; r++) {
+      pick_among_quad(best[r], place);
+      const int label = best[r].label < params.C ? best[r].label : 0;  // NaN, or every score minus infinity: any cluster will do
+      if (place == r && sample + 8 * r < end) {
+        params.labels[static_cast<u64>(bh) * params.n + sample + 8 * r] = label;
+        atomicAdd(smem.counts + label, 1);
+      }
     }
   }
   __syncthreads();
-  for(int i = threadIdx.x; i < p.C; i += THREADS) p.histogram[((u64)bh * p.chunks + x) * p.C + i] = hist[i];
-}
-extern "C" __global__ void __launch_bounds__(256, 2) assign(const __grid_constant__ Params p){ wait_for_previous(); assign_tokens<256>(p); }
-extern "C" __global__ void __launch_bounds__(512, 1) assign_wide(const __grid_constant__ Params p){ wait_for_previous(); assign_tokens<512>(p); } // over 256 clusters: one CTA fills the SM
-extern "C" __global__ void __launch_bounds__(512) scan(const __grid_constant__ Params p){
-  wait_for_previous();
-  __shared__ int warp_sum[16];
-  const int c = threadIdx.x, lane = lane_id(); const u64 bh = blockIdx.x;
-  int run = 0;
-  if(c < p.C){
-    int* h = p.histogram + bh * p.chunks * p.C + c;
-    int i = 0;
-    for(; i + 8 <= p.chunks; i += 8){
-      int y[8];
-#pragma unroll
-      for(int e = 0; e < 8; e++) y[e] = h[(u64)(i + e) * p.C];
-#pragma unroll
-      for(int e = 0; e < 8; e++){ h[(u64)(i + e) * p.C] = run; run += y[e]; } }
-    for(; i < p.chunks; i++){ const int y = h[(u64)i * p.C]; h[(u64)i * p.C] = run; run += y; }
-    p.count[bh * p.C + c] = run;
-  }
-  int s = run;
-#pragma unroll
-  for(int m = 1; m < 32; m *= 2){ const int y = __shfl_up_sync(~0u, s, m); if(lane >= m) s += y; }
-  if(lane == 31) warp_sum[c >> 5] = s;
-  __syncthreads();
-  for(int i = 0; i < (c >> 5); i++) s += warp_sum[i];
-  if(c < p.C) p.start[bh * p.C + c] = s - run;
+  for (int i = threadIdx.x; i < params.C; i += THREADS)
+    params.histogram[(static_cast<u64>(bh) * params.chunks + chunk) * params.C + i] = smem.counts[i];
 }
 
-extern "C" __global__ void __launch_bounds__(256) scatter(const __grid_constant__ Params p){
+extern "C" __global__ void __launch_bounds__(256, 2) assign(const __grid_constant__ Params params) {
   wait_for_previous();
-  extern __shared__ int place[]; // [8 warps][C]
-  const int w = threadIdx.x >> 5, lane = lane_id(); u32 bh, x; split(blockIdx.x, p.chunks, p, bh, x);
-  for(int i = threadIdx.x; i < 8 * p.C; i += 256) place[i] = 0;
-  __syncthreads();
-  const u16* labels = p.labels + (u64)bh * p.n; int* mine = place + w * p.C;
-  const int part = p.chunk / 8, begin = x * p.chunk + w * part, end = min(begin + part, p.n);
-  // lanes with the same label; the lowest of them keeps the books of its warp. Lanes past the end take part under a label of their own.
-  auto peers = [&](int t, int& label){ label = t + lane < end ? labels[t + lane] : 0xffff; return __match_any_sync(~0u, label); };
-  for(int t = begin; t < end; t += 32){
-    int label; const u32 same = peers(t, label);
-    if(label != 0xffff && __ffs(same) - 1 == lane) mine[label] += __popc(same);
-    __syncwarp(); }
-  __syncthreads();
-  for(int c = threadIdx.x; c < p.C; c += 256){
-    int run = p.start[(u64)bh * p.C + c] + p.histogram[((u64)bh * p.chunks + x) * p.C + c];
+  assign_chunk<256>(params);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) assign_wide(const __grid_constant__ Params params) {
+  wait_for_previous();
+  assign_chunk<512>(params);
+}
+
+// ---- scan and scatter: the counting sort --------------------------------------------------------------------------------------
+
+// Replaces the counts of one cluster in every chunk of a head by the sums of the chunks before; returns the sum of all.
+DEVICE int scan_chunks(const Params& params, int* counts_gmem) {
+  constexpr int BATCH = 8;  // loads in flight
+  int sum = 0, chunk = 0;
+  for (; chunk + BATCH <= params.chunks; chunk += BATCH) {
+    int counts[BATCH];
 #pragma unroll
-    for(int i = 0; i < 8; i++){ const int y = place[i * p.C + c]; place[i * p.C + c] = run; run += y; } }
+    for (int i = 0; i < BATCH; i++) counts[i] = counts_gmem[static_cast<u64>(chunk + i) * params.C];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      counts_gmem[static_cast<u64>(chunk + i) * params.C] = sum;
+      sum += counts[i];
+    }
+  }
+  for (; chunk < params.chunks; chunk++) {
+    const int count = counts_gmem[static_cast<u64>(chunk) * params.C];
+    counts_gmem[static_cast<u64>(chunk) * params.C] = sum;
+    sum += count;
+  }
+  return sum;
+}
+
+// Over the threads of the block, up to this one.
+DEVICE int inclusive_block_sum(int value, int thread, int lane) {
+  __shared__ int warp_sums[MOST_CLUSTERS / 32];
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(EVERY_LANE, value, distance);
+    if (lane >= distance) value += before;
+  }
+  if (lane == 31) warp_sums[thread >> 5] = value;
   __syncthreads();
-  for(int t = begin; t < end; t += 32){
-    int label; const u32 same = peers(t, label);
-    if(label != 0xffff) p.permutation[(u64)bh * p.n + mine[label] + __popc(same & ((1u << lane) - 1))] = t + lane;
+  for (int i = 0; i < (thread >> 5); i++) value += warp_sums[i];
+  return value;
+}
+
+// A thread has one cluster.
+extern "C" __global__ void __launch_bounds__(MOST_CLUSTERS) scan(const __grid_constant__ Params params) {
+  wait_for_previous();
+  const int cluster = threadIdx.x, lane = lane_id();
+  const u64 bh = blockIdx.x;
+  int count = 0;
+  if (cluster < params.C) {
+    count = scan_chunks(params, params.histogram + bh * params.chunks * params.C + cluster);
+    params.count[bh * params.C + cluster] = count;
+  }
+  const int end = inclusive_block_sum(count, cluster, lane);
+  if (cluster < params.C) params.start[bh * params.C + cluster] = end - count;
+}
+
+constexpr int NO_LABEL = 0xffff;  // of lanes past the end, which take part all the same
+
+// Sets the label of the lane's sample; returns its peers, the lanes with the same label.
+DEVICE u32 match_labels(int& label, const u16* labels_gmem, int sample, int end) {
+  label = sample < end ? labels_gmem[sample] : NO_LABEL;
+  return __match_any_sync(EVERY_LANE, label);
+}
+
+// Adds the peers to the entry of their label: the lowest of them does.
+DEVICE void add_peers(int* entries_smem, int label, u32 peers, int lane) {
+  if (label != NO_LABEL && __ffs(peers) - 1 == lane) entries_smem[label] += __popc(peers);
+}
+
+// Of a warp's samples, `begin` to `end`.
+DEVICE void count_labels(int* counts_smem, const u16* labels_gmem, int begin, int end, int lane) {
+  for (int first = begin; first < end; first += 32) {
+    int label;
+    const u32 peers = match_labels(label, labels_gmem, first + lane, end);
+    add_peers(counts_smem, label, peers, lane);
     __syncwarp();
-    if(label != 0xffff && __ffs(same) - 1 == lane) mine[label] += __popc(same);
-    __syncwarp(); }
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(128) segment_sum(const __grid_constant__ Params p){
-  wait_for_previous();
-  const u32 i = blockIdx.x * 4 + (threadIdx.x >> 5), lane = lane_id();
-  if(i >= (u32)p.B * p.H * p.segments) return;
-  const u32 bh = i / p.segments, seg = i - bh * p.segments;
-  const u16* v = head_start(p, bh) + 4*lane;
-  const int begin = seg * SEGMENT, end = min(begin + SEGMENT, p.n);
-  const int* pi = p.permutation + (u64)bh * p.n; const u16* labels = p.labels + (u64)bh * p.n;
-  float s[4] = {0.f, 0.f, 0.f, 0.f}; int current = -1;
-  auto flush = [&](){ if(current >= 0) *(float4*)(p.partial + ((u64)bh * p.slots + seg + current) * D + 4*lane) = make_float4(s[0], s[1], s[2], s[3]); };
-  for(int t = begin; t < end; t += 32){
-    const int sample = pi[min(t + (int)lane, p.n - 1)], label = labels[sample];
+// [SCATTER_WARPS][C]: counts of each warp -> its first sorted position of each cluster.
+DEVICE void counts_to_positions(int* entries_smem, const Params& params, u32 bh, u32 chunk) {
+  for (int cluster = threadIdx.x; cluster < params.C; cluster += 32 * SCATTER_WARPS) {
+    int position = params.start[static_cast<u64>(bh) * params.C + cluster] +
+                   params.histogram[(static_cast<u64>(bh) * params.chunks + chunk) * params.C + cluster];
 #pragma unroll
-    for(int half = 0; half < 32; half += 16){
-      u32 r[16][2];
-#pragma unroll
-      for(int e = 0; e < 16; e++) load<8>(r[e], v + (i64)__shfl_sync(~0u, sample, half + e) * p.step * p.v_s);
-#pragma unroll
-      for(int e = 0; e < 16; e++){
-        const int l = __shfl_sync(~0u, label, half + e);
-        if(t + half + e < end){
-          if(l != current){ flush(); current = l; s[0] = s[1] = s[2] = s[3] = 0.f; }
-          s[0] += lo(r[e][0]); s[1] += hi(r[e][0]); s[2] += lo(r[e][1]); s[3] += hi(r[e][1]); } }
+    for (int i = 0; i < SCATTER_WARPS; i++) {
+      const int count = entries_smem[i * params.C + cluster];
+      entries_smem[i * params.C + cluster] = position;
+      position += count;
     }
   }
-  flush();
 }
 
-extern "C" __global__ void __launch_bounds__(128) update(const __grid_constant__ Params p){
-  wait_for_previous();
-  __shared__ float4 part[4][32];
-  const u32 w = threadIdx.x >> 5, lane = lane_id(), bh = blockIdx.x / p.C, c = blockIdx.x - bh * p.C;
-  const int n = p.count[blockIdx.x], first = p.start[blockIdx.x];
-  if(n == 0) return;
-  const int s0 = first / SEGMENT, s1 = (first + n - 1) / SEGMENT;
-  const float* o = p.partial + ((u64)bh * p.slots + c) * D + 4*lane;
-  float4 s = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for(int i = s0 + w; i <= s1; i += 4){ const float4 y = *(const float4*)(o + (u64)i * D); s.x += y.x; s.y += y.y; s.z += y.z; s.w += y.w; }
-  part[w][lane] = s; __syncthreads();
-  if(w) return;
-  float x[4] = {s.x, s.y, s.z, s.w};
-#pragma unroll
-  for(int i = 1; i < 4; i++){ const float4 y = part[i][lane]; x[0] += y.x; x[1] += y.y; x[2] += y.z; x[3] += y.w; }
-  const float inv = 1.f / (float)n; bool ok = true;
-#pragma unroll
-  for(int e = 0; e < 4; e++){ x[e] *= inv; ok &= finite(x[e]); }
-  if(__all_sync(~0u, ok)) store_centroid(p, blockIdx.x, x);
-}
-
-extern "C" __global__ void __launch_bounds__(128) distances(const __grid_constant__ Params p){
-  wait_for_previous();
-  const u32 rows = (p.C + 15) / 16, columns = (p.C + 63) / 64, i = blockIdx.x * 4 + (threadIdx.x >> 5);
-  if(i >= (u32)p.B * p.H * rows * columns) return;
-  const u32 bh = i / (rows * columns), tile = i - bh * (rows * columns), g = lane_id() >> 2, c = lane_id() & 3;
-  const int y0 = 16 * (tile / columns), x0 = 64 * (tile % columns);
-  const float* norm = p.half_norm + (u64)bh * p.C;
-  auto pair = [&](int n, int channel){ return *(const u32*)(p.rounded + ((u64)bh * p.C + min(n, p.C - 1)) * D + channel + 2*c); };
-  u32 a[8][4];
-#pragma unroll
-  for(int k = 0; k < 8; k++)
-#pragma unroll
-    for(int e = 0; e < 4; e++) a[k][e] = pair(y0 + g + 8 * (e & 1), 16*k + 8 * (e >> 1));
-  for(int x = x0; x < min(x0 + 64, p.C); x += 8){
-    float d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for(int k = 0; k < 8; k++)
-      asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3]), "r"(pair(x + g, 16*k)), "r"(pair(x + g, 16*k + 8)));
-#pragma unroll
-    for(int e = 0; e < 4; e++){
-      const int row = y0 + g + 8 * (e >> 1), column = x + 2*c + (e & 1);
-      if(row < p.C && column < p.C) p.distances[((u64)bh * p.C + row) * p.C + column] = fmaxf((norm[row] + norm[column]) - d[e], 0.f); }
+// Of a warp's samples, `begin` to `end`. Stable: lanes are in the order of samples.
+DEVICE void write_permutation(const Params& params, u32 bh, int* positions_smem, const u16* labels_gmem, int begin, int end,
+                              int lane) {
+  for (int first = begin; first < end; first += 32) {
+    int label;
+    const u32 peers = match_labels(label, labels_gmem, first + lane, end);
+    if (label != NO_LABEL) {
+      const u64 position = static_cast<u64>(bh) * params.n + positions_smem[label] + __popc(peers & ((1u << lane) - 1));
+      params.permutation[position] = first + lane;
+    }
+    __syncwarp();  // every position is read before it moves on
+    add_peers(positions_smem, label, peers, lane);
+    __syncwarp();
   }
 }
 
-// place[centroid] = its position in the chain. Lane l of one warp has centroids l, l + 32, .., N of them. Non-negative floats sort as
-// integers; NONE marks those that already have a place.
-template<int N> DEV void walk(const Params& p, u64 bh, u16* place){
-  constexpr u32 NONE = ~0u;
-  const u32 lane = lane_id(); u32 key[N], waiting = 0;
+extern "C" __global__ void __launch_bounds__(32 * SCATTER_WARPS) scatter(const __grid_constant__ Params params) {
+  wait_for_previous();
+  extern __shared__ int entries[];  // [SCATTER_WARPS][C]
+  const int warp = warp_id(), lane = lane_id();
+  const Part part = part_of_block(blockIdx.x, params.chunks, params.B * params.H, params.heads_first);
+  const u32 bh = part.bh, chunk = part.index;
+  for (int i = threadIdx.x; i < SCATTER_WARPS * params.C; i += 32 * SCATTER_WARPS) entries[i] = 0;
+  __syncthreads();
+
+  const u16* labels = params.labels + static_cast<u64>(bh) * params.n;
+  int* warp_entries = entries + warp * params.C;
+  const int samples_per_warp = params.chunk / SCATTER_WARPS;
+  const int begin = chunk * params.chunk + warp * samples_per_warp, end = min(begin + samples_per_warp, params.n);
+  count_labels(warp_entries, labels, begin, end, lane);
+  __syncthreads();
+  counts_to_positions(entries, params, bh, chunk);
+  __syncthreads();
+  write_permutation(params, bh, warp_entries, labels, begin, end, lane);
+}
+
+// ---- segment_sum and update: new centroids ------------------------------------------------------------------------------------
+
+// Four channels of a token.
+DEVICE void add(float (&sum)[4], const u32 (&pairs)[2]) {
+  sum[0] += input_low(pairs[0]);
+  sum[1] += input_high(pairs[0]);
+  sum[2] += input_low(pairs[1]);
+  sum[3] += input_high(pairs[1]);
+}
+
+// Run (segment, cluster) goes to slot segment + cluster, which is unique because both only grow along the sorted order. A lane has
+// four channels.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) segment_sum(const __grid_constant__ Params params) {
+  wait_for_previous();
+  constexpr int BATCH = 16;  // loads in flight
+  const u32 index = blockIdx.x * WARPS + warp_id(), lane = lane_id();
+  if (index >= static_cast<u32>(params.B) * params.H * params.segments) return;
+  const u32 bh = index / params.segments, segment = index - bh * params.segments;
+  const u16* v = head_start(params, bh) + 4 * lane;
+  const int begin = segment * SEGMENT, end = min(begin + SEGMENT, params.n);
+  const int* permutation = params.permutation + static_cast<u64>(bh) * params.n;
+  const u16* labels = params.labels + static_cast<u64>(bh) * params.n;
+
+  float sum[4] = {0.f, 0.f, 0.f, 0.f};
+  int cluster = -1;  // none yet
+  auto store_run = [&]() {
+    if (cluster >= 0)
+      store_as(params.partial + (static_cast<u64>(bh) * params.slots + segment + cluster) * HEAD_DIM + 4 * lane,
+                   make_float4(sum[0], sum[1], sum[2], sum[3]));
+  };
+  for (int first = begin; first < end; first += 32) {
+    const int sample = permutation[min(first + static_cast<int>(lane), params.n - 1)], label = labels[sample];
 #pragma unroll
-  for(int e = 0; e < N; e++){
-    const bool live = 32*e + (int)lane < p.C;
-    if(live) waiting |= 1u << e;
-    key[e] = live ? 0x7f800000u - __float_as_uint(p.half_norm[bh * p.C + 32*e + lane]) : NONE; } // first: the longest
-  for(int k = 0; k < p.C; k++){
+    for (int batch = 0; batch < 32; batch += BATCH) {
+      u32 pairs[BATCH][2];
+#pragma unroll
+      for (int i = 0; i < BATCH; i++)
+        load_channels<false>(pairs[i], v + sample_offset(params, __shfl_sync(EVERY_LANE, sample, batch + i)));
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) {
+        const int next = __shfl_sync(EVERY_LANE, label, batch + i);
+        if (first + batch + i < end) {
+          if (next != cluster) {
+            store_run();
+            cluster = next;
+            sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+          }
+          add(sum, pairs[i]);
+        }
+      }
+    }
+  }
+  store_run();
+}
+
+DEVICE void add(float4& sum, const float4& x) {
+  sum.x += x.x;
+  sum.y += x.y;
+  sum.z += x.z;
+  sum.w += x.w;
+}
+
+// The warps take turns at the segments; the first adds up their sums. An empty cluster keeps its centroid, and so does one whose
+// mean is not finite.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) update(const __grid_constant__ Params params) {
+  wait_for_previous();
+  __shared__ float4 warp_sums[WARPS][32];
+  const u32 centroid = blockIdx.x, warp = warp_id(), lane = lane_id();
+  const u32 bh = centroid / params.C, cluster = centroid - bh * params.C;
+  const int count = params.count[centroid], first = params.start[centroid];
+  if (count == 0) return;
+  const int first_segment = first / SEGMENT, last_segment = (first + count - 1) / SEGMENT;
+  const float* partial = params.partial + (static_cast<u64>(bh) * params.slots + cluster) * HEAD_DIM + 4 * lane;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+  for (int segment = first_segment + warp; segment <= last_segment; segment += WARPS)
+    add(sum, load_as<float4>(partial + static_cast<u64>(segment) * HEAD_DIM));
+  warp_sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp) return;
+
+#pragma unroll
+  for (int i = 1; i < WARPS; i++) add(sum, warp_sums[i][lane]);
+  const float inverse = 1.f / static_cast<float>(count);
+  const float mean[4] = {sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse};
+  bool all_finite = true;
+#pragma unroll
+  for (int i = 0; i < 4; i++) all_finite &= is_finite(mean[i]);
+  if (__all_sync(EVERY_LANE, all_finite)) store_centroid(params, centroid, mean);
+}
+
+// ---- distances and chain: the order of the clusters ---------------------------------------------------------------------------
+
+// d[16 x 8] (FP32) += a[16 x 16] b[8 x 16]^T, both of the input type.
+DEVICE void mma_m16n8k16(float (&d_rmem)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." INPUT_TYPE "." INPUT_TYPE
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : INOUT_4("+f", d_rmem, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) distances(const __grid_constant__ Params params) {
+  wait_for_previous();
+  constexpr int ROWS = 16, COLUMNS = 64;
+  const u32 tiles_y = (params.C + ROWS - 1) / ROWS, tiles_x = (params.C + COLUMNS - 1) / COLUMNS;
+  const u32 index = blockIdx.x * WARPS + warp_id();
+  if (index >= static_cast<u32>(params.B) * params.H * tiles_y * tiles_x) return;
+  const u32 bh = index / (tiles_y * tiles_x), tile = index - bh * (tiles_y * tiles_x);
+  const u32 group = lane_id() >> 2, place = lane_id() & 3;
+  const int first_row = ROWS * (tile / tiles_x), first_column = COLUMNS * (tile % tiles_x);
+  const float* half_norm = params.half_norm + static_cast<u64>(bh) * params.C;
+  // Two channels of a centroid, as a fragment has them.
+  auto pair = [&](int cluster, int channel) {
+    const u64 row = static_cast<u64>(bh) * params.C + min(cluster, params.C - 1);
+    return load_as<u32>(params.rounded + row * HEAD_DIM + channel + 2 * place);
+  };
+  u32 rows_rmem[HEAD_DIM / 16][4];
+#pragma unroll
+  for (int k = 0; k < HEAD_DIM / 16; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) rows_rmem[k][i] = pair(first_row + group + 8 * (i & 1), 16 * k + 8 * (i >> 1));
+
+  for (int column = first_column; column < min(first_column + COLUMNS, params.C); column += 8) {
+    float products[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; k++)
+      mma_m16n8k16(products, rows_rmem[k], pair(column + group, 16 * k), pair(column + group, 16 * k + 8));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int y = first_row + group + 8 * (i >> 1), x = column + 2 * place + (i & 1);
+      if (y < params.C && x < params.C)
+        params.distances[(static_cast<u64>(bh) * params.C + y) * params.C + x] =
+            fmaxf((half_norm[y] + half_norm[x]) - products[i], 0.f);
+    }
+  }
+}
+
+// The walk along the chain. A lane has N centroids: lane, lane + 32 and so on, each with a key; the smallest key is the next step.
+// Keys are the bits of non-negative floats, which sort as integers.
+constexpr u32 NO_KEY = ~0u;  // above every key: has a place already
+
+// Of all values of the warp. Overwrites them.
+template <int N>
+DEVICE u32 warp_minimum(u32 (&values)[N]) {
+#pragma unroll
+  for (int stride = N / 2; stride; stride /= 2)
+#pragma unroll
+    for (int i = 0; i < stride; i++) values[i] = min(values[i], values[i + stride]);
+  return __reduce_min_sync(EVERY_LANE, values[0]);
+}
+
+// Of several with this key the first.
+template <int N>
+DEVICE u32 centroid_of(u32 key, const u32 (&keys)[N], u32 lane) {
+  u32 hits = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) hits |= keys[i] == key ? 1u << i : 0u;
+  return __reduce_min_sync(EVERY_LANE, hits ? 32 * (__ffs(hits) - 1) + lane : NO_KEY);
+}
+
+// One warp: place_smem[centroid] = its position in the chain. A step costs it one load, from L2.
+template <int N>
+DEVICE void walk(const Params& params, u64 bh, u16* place_smem) {
+  constexpr u32 LONGEST = 0x7f800000u;  // minus the bits of a length: the key of the first step
+  const u32 lane = lane_id();
+  u32 keys[N], waiting = 0;  // bit i: centroid 32 i + lane has no place yet
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const bool live = 32 * i + static_cast<int>(lane) < params.C;
+    if (live) waiting |= 1u << i;
+    keys[i] = live ? LONGEST - __float_as_uint(params.half_norm[bh * params.C + 32 * i + lane]) : NO_KEY;
+  }
+  for (int position = 0; position < params.C; position++) {
     u32 least[N];
 #pragma unroll
-    for(int e = 0; e < N; e++) least[e] = key[e];
+    for (int i = 0; i < N; i++) least[i] = keys[i];
+    const u32 next = centroid_of(warp_minimum(least), keys, lane);
+    if ((next & 31) == lane) {
+      waiting &= ~(1u << (next >> 5));
+      place_smem[next] = position;
+    }
+    const float* distances = params.distances + (bh * params.C + next) * params.C + lane;
 #pragma unroll
-    for(int s = N / 2; s; s /= 2)
-#pragma unroll
-      for(int e = 0; e < s; e++) least[e] = min(least[e], least[e + s]);
-    const u32 low = __reduce_min_sync(~0u, least[0]);
-    u32 hits = 0;
-#pragma unroll
-    for(int e = 0; e < N; e++) hits |= key[e] == low ? 1u << e : 0u;
-    const u32 next = __reduce_min_sync(~0u, hits ? 32 * (__ffs(hits) - 1) + lane : NONE); // the smaller number wins a tie
-    if((next & 31) == lane){ waiting &= ~(1u << (next >> 5)); place[next] = k; }
-    const float* d = p.distances + (bh * p.C + next) * p.C + lane;
-#pragma unroll
-    for(int e = 0; e < N; e++) key[e] = (waiting >> e) & 1 ? __float_as_uint(d[32*e]) : NONE;
+    for (int i = 0; i < N; i++) keys[i] = (waiting >> i) & 1 ? __float_as_uint(distances[32 * i]) : NO_KEY;
   }
 }
-extern "C" __global__ void __launch_bounds__(512, 1) chain(const __grid_constant__ Params p){
+
+// The float centroid. Everyone reads a part before anyone writes it.
+DEVICE void move_centroid(const Params& params, u64 bh, u32 cluster, int place, bool live) {
+  constexpr int PART = 32;  // channels at a time
+#pragma unroll 1
+  for (int part = 0; part < HEAD_DIM; part += PART) {
+    float4 channels[PART / 4];
+#pragma unroll
+    for (int i = 0; i < PART / 4; i++)
+      if (live) channels[i] = load_as<float4>(params.centroids + (bh * params.C + cluster) * HEAD_DIM + part + 4 * i);
+    __syncthreads();  // everyone holds this part of its centroid
+#pragma unroll
+    for (int i = 0; i < PART / 4; i++)
+      if (live) store_as(params.centroids + (bh * params.C + place) * HEAD_DIM + part + 4 * i, channels[i]);
+  }
+}
+
+// A thread has one centroid, which it moves to its place in the chain.
+extern "C" __global__ void __launch_bounds__(MOST_CLUSTERS, 1) chain(const __grid_constant__ Params params) {
   wait_for_previous();
   __shared__ u16 places[MOST_CLUSTERS];
-  const u32 c = threadIdx.x; const u64 bh = blockIdx.x;
-  const bool live = c < (u32)p.C;
-  u32 row[64]; float norm = 0.f;
+  const u32 cluster = threadIdx.x;
+  const u64 bh = blockIdx.x;
+  const bool live = cluster < static_cast<u32>(params.C);
+  uint4 rounded[HEAD_DIM / 8];
+  float half_norm = 0.f;
 #pragma unroll
-  for(int i = 0; i < 16; i++){
-    const uint4 f = live ? *(const uint4*)(p.rounded + (bh * p.C + c) * D + 8*i) : make_uint4(0, 0, 0, 0);
-    row[4*i] = f.x; row[4*i+1] = f.y; row[4*i+2] = f.z; row[4*i+3] = f.w; }
-  if(live) norm = p.half_norm[bh * p.C + c];
-  if(c < 32){ if(p.C <= 256) walk<8>(p, bh, places); else walk<16>(p, bh, places); }
-  __syncthreads(); // everyone holds its row, the places are known
-  const int place = live ? places[c] : 0;
-  if(live){
-    p.half_norm[bh * p.C + place] = norm;
-    u16* r = p.rounded + (bh * p.C + place) * D;
-#pragma unroll
-    for(int i = 0; i < 16; i++) *(uint4*)(r + 8*i) = make_uint4(row[4*i], row[4*i+1], row[4*i+2], row[4*i+3]); }
-#pragma unroll 1
-  for(int part = 0; part < D; part += 32){
-    float4 f[8];
-#pragma unroll
-    for(int i = 0; i < 8; i++) if(live) f[i] = *(const float4*)(p.centroids + (bh * p.C + c) * D + part + 4*i);
-    __syncthreads(); // everyone holds this part of its row
-#pragma unroll
-    for(int i = 0; i < 8; i++) if(live) *(float4*)(p.centroids + (bh * p.C + place) * D + part + 4*i) = f[i];
+  for (int i = 0; i < HEAD_DIM / 8; i++) {
+    const uint4 pairs =
+        live ? load_as<uint4>(params.rounded + (bh * params.C + cluster) * HEAD_DIM + 8 * i) : make_uint4(0, 0, 0, 0);
+    rounded[i] = {pairs.x, pairs.y, pairs.z, pairs.w};  // copied whole, it compiles to code that was never measured
   }
+  if (live) half_norm = params.half_norm[bh * params.C + cluster];
+  if (cluster < 32) {
+    if (params.C <= 256)
+      walk<8>(params, bh, places);
+    else
+      walk<16>(params, bh, places);
+  }
+  __syncthreads();  // everyone holds its rounded centroid, the places are known
+
+  const int place = live ? places[cluster] : 0;
+  if (live) {
+    params.half_norm[bh * params.C + place] = half_norm;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; i++) store_as(params.rounded + (bh * params.C + place) * HEAD_DIM + 8 * i, rounded[i]);
+  }
+  move_centroid(params, bh, cluster, place, live);
 }

@@ -17,10 +17,16 @@ from .sampling import sample_step
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "group_sm90.cu"
 HEAD_DIM = 128
-SEGMENT = 32  # as in the source
-MOST_CLUSTERS = 512
+# As in the source:
+SEGMENT = 32
+MOST_CLUSTERS = 512  # also the threads of `scan` and `chain`, one for each
+WARPS = 4  # per block of `init`, `segment_sum`, `update` and `distances`
+SCATTER_WARPS = 8
+PRODUCT_CLUSTERS = 64
+# The source has no names for these:
+ALIGNMENT_BYTES = 1024  # of the centroids in the shared memory of `assign`
 WIDE_FROM = 256  # clusters above which `assign_wide` runs
-LEAST_CHUNK = 256  # tokens: 32 for each of the eight warps of `scatter`
+LEAST_CHUNK = 32 * SCATTER_WARPS  # tokens
 ENOUGH_BLOCKS = 528  # two rounds of two blocks on each of 132 multiprocessors
 
 
@@ -126,25 +132,27 @@ def _set_tokens(params: _Params, count: int, step: int) -> None:
 def _steps(sample: _Params, everything: _Params, iterations: int) -> list[tuple[str, _Params, int, int, int]]:
     """What runs one after the other: kernel, parameters, blocks, threads, bytes of shared memory."""
     rows, clusters = sample.B * sample.H, sample.C
-    steps = [("init", everything, _ceil(rows * clusters, 4), 128, 0)]
+    steps = [("init", everything, _ceil(rows * clusters, WARPS), 32 * WARPS, 0)]
     for _ in range(iterations):
         steps += _assign_and_sort(sample)
-        steps += [("segment_sum", sample, _ceil(rows * sample.segments, 4), 128, 0)]
-        steps += [("update", sample, rows * clusters, 128, 0)]
+        steps += [("segment_sum", sample, _ceil(rows * sample.segments, WARPS), 32 * WARPS, 0)]
+        steps += [("update", sample, rows * clusters, 32 * WARPS, 0)]
     if not sample.previous:
         tiles = _ceil(clusters, 16) * _ceil(clusters, 64)
-        steps += [("distances", everything, _ceil(rows * tiles, 4), 128, 0)]
-        steps += [("chain", everything, rows, 512, 0)]
+        steps += [("distances", everything, _ceil(rows * tiles, WARPS), 32 * WARPS, 0)]
+        steps += [("chain", everything, rows, MOST_CLUSTERS, 0)]
     return steps + _assign_and_sort(everything)
 
 
 def _assign_and_sort(params: _Params) -> list[tuple[str, _Params, int, int, int]]:
     rows, clusters = params.B * params.H, params.C
     assign, threads = ("assign_wide", 512) if clusters > WIDE_FROM else ("assign", 256)
+    cluster_bytes = 2 * HEAD_DIM + 4 + 4  # rounded centroid, start score, count
+    assign_bytes = ALIGNMENT_BYTES + _ceil(clusters, PRODUCT_CLUSTERS) * PRODUCT_CLUSTERS * cluster_bytes
     return [
-        (assign, params, rows * params.chunks, threads, 1024 + _ceil(clusters, 64) * 64 * 264),
-        ("scan", params, rows, 512, 0),
-        ("scatter", params, rows * params.chunks, 256, 8 * clusters * 4),
+        (assign, params, rows * params.chunks, threads, assign_bytes),
+        ("scan", params, rows, MOST_CLUSTERS, 0),
+        ("scatter", params, rows * params.chunks, 32 * SCATTER_WARPS, 4 * SCATTER_WARPS * clusters),
     ]
 
 

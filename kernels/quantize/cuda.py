@@ -19,11 +19,13 @@ from .hopper import HEAD_DIM, MEANS_GROUP, HopperOperands
 from .precise import PreciseOperands
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "prepare_sm90.cu"
-KEY_CHUNK, VALUE_CHUNK, WRITE_ROWS, VALUE_BLOCKS = 512, 8, 256, 4  # as in the source
+# As in the source, which explains them:
+KEY_CHUNK, VALUE_CHUNK, WRITE_ROWS, VALUE_BLOCKS = 512, 8, 256, 4
+THREADS, FINISH_THREADS = 128, 1024
 
 
 class _Params(ctypes.Structure):
-    """struct Params of the source."""
+    """struct Params of csrc/prepare_params_sm90.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
@@ -160,9 +162,9 @@ def _launch(
     )
     source = build(q.dtype, alignment_bytes(q, k, v), precise)
     steps = (
-        ("stats", sizes.rows * (sizes.key_chunks + sizes.value_chunks), 128, False),
-        ("finish", 2 * sizes.rows, 1024, True),
-        ("write", sizes.rows * _write_blocks(sizes, precise), 128, True),
+        ("stats", sizes.rows * (sizes.key_chunks + sizes.value_chunks), THREADS, False),
+        ("finish", 2 * sizes.rows, FINISH_THREADS, True),
+        ("write", sizes.rows * _write_blocks(sizes, precise), THREADS, True),
     )
     arguments = [params]
     launch_all(
