@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-QUERY_FORMATS = ("16-bit", "int8", "e4m3", "nvfp4", "nvfp4, 4 or 6", "nvfp4, fed back")
+QUERY_FORMATS = ("16-bit", "int8", "e4m3", "nvfp4", "nvfp4, fed back")
 SCALE_GROUPS = ("block", "thread", "head")
 PROBABILITY_FORMATS = ("16-bit", "e4m3", "expcast", "u8", "u8 per tile", "nvfp4")
-VALUE_FORMATS = (
-    *("16-bit", "e4m3", "e4m3 per head", "int8", "int8 per block"),
-    *("nvfp4", "nvfp4, 4 or 6", "nvfp4, closest"),
-)
+VALUE_FORMATS = ("16-bit", "e4m3", "e4m3 per head", "int8", "int8 per block", "nvfp4", "nvfp4, closest")
 
 
 @dataclass(frozen=True)
@@ -18,9 +15,8 @@ class Formats:
     """How the operands of an attention call are stored.
 
     Attributes:
-        qk: format of queries and keys; "nvfp4" also takes the mean of each 128 query rows out, exactly. "4 or 6"
-            chooses for each 16 numbers whether the largest becomes 4 or 6, by the squared error; "fed back" and
-            "closest" are the package's own rounding (quantize/nvfp4.py).
+        qk: format of queries and keys; NVFP4 also takes the mean of each 128 query rows out, exactly. "fed back" and,
+            of values, "closest" are the package's own rounding (quantize/nvfp4.py).
         qk_scales: tokens that share a scale: 128 ("block"), those of one tensor-core thread ("thread": 4 rows of q,
             16 of k, as SageAttention2 does), or all of a head ("head"). NVFP4 has its own groups of 16 channels.
         smooth_keys: keys without their mean over tokens.

@@ -34,40 +34,26 @@ def round_e4m3(x):
 @triton.jit
 def nvfp4_groups(x, largest):
     """``x`` [.., 16] >= 0 in NVFP4 before the FP32 scale; ``largest`` [.., 1] of each group, at most 448 * 6."""
-    return nvfp4_groups_at(x, largest / 6.0)
-
-
-@triton.jit
-def nvfp4_groups_at(x, wanted):
-    """The same under the E4M3 number nearest to the scale ``wanted`` [.., 1]."""
-    scale = round_e4m3(wanted)
+    scale = round_e4m3(largest / 6.0)
     return round_e2m1(tl.minimum(x / tl.where(scale > 0.0, scale, 1.0), 6.0)) * scale
 
 
 @triton.jit
-def nvfp4_fwd_kernel(x, out, groups, FOUR_OR_SIX: tl.constexpr, GROUPS: tl.constexpr):
+def nvfp4_fwd_kernel(x, out, groups, GROUPS: tl.constexpr):
     """x float32, out fp16, both [groups, 16]; a program rounds GROUPS of them."""
     o_group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     m_group = (o_group < groups)[:, None]
     o_x = o_group[:, None] * 16 + tl.arange(0, 16)[None, :]
     b_x = tl.load(x + o_x, mask=m_group, other=0.0)
     b_size = tl.abs(b_x)
-    b_largest = tl.max(b_size, 1)[:, None]
-    b_number = nvfp4_groups(b_size, b_largest)
-    if FOUR_OR_SIX:
-        b_other = nvfp4_groups_at(b_size, b_largest / 4.0)
-        b_error, b_other_error = b_number - b_size, b_other - b_size
-        better = tl.sum(b_other_error * b_other_error, 1) < tl.sum(b_error * b_error, 1)
-        b_number = tl.where(better[:, None], b_other, b_number)
+    b_number = nvfp4_groups(b_size, tl.max(b_size, 1)[:, None])
     tl.store(out + o_x, tl.where(b_x < 0.0, -b_number, b_number).to(tl.float16), mask=m_group)
 
 
-def nvfp4_numbers_triton(x: Tensor, four_or_six: bool = False) -> Tensor:
+def nvfp4_numbers_triton(x: Tensor) -> Tensor:
     """fp16 of ``x``'s shape, whose last dimension is a multiple of 16."""
     x = x.float().contiguous()
     out = torch.empty_like(x, dtype=torch.float16)
     groups = x.numel() // 16
-    nvfp4_fwd_kernel[(triton.cdiv(groups, GROUPS_PER_PROGRAM),)](
-        x, out, groups, FOUR_OR_SIX=four_or_six, GROUPS=GROUPS_PER_PROGRAM
-    )
+    nvfp4_fwd_kernel[(triton.cdiv(groups, GROUPS_PER_PROGRAM),)](x, out, groups, GROUPS=GROUPS_PER_PROGRAM)
     return out

@@ -18,10 +18,7 @@ from vc_attention.quantize.rotation import hadamard_matrix
 
 from .formats import Formats
 
-NVFP4_TOPS = {"nvfp4": (6.0,), "nvfp4, 4 or 6": (6.0, 4.0)}
 FED_BACK, CLOSEST = "nvfp4, fed back", "nvfp4, closest"
-NVFP4_FORMATS = (*NVFP4_TOPS, FED_BACK)
-FOUR_OR_SIX_MAX = 256.0  # E4M3: a group that takes 4 has 1.5 times the scale, 384 of 448
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, formats: Formats, permutation: Tens
         queries, keys = rotate(queries), rotate(keys)
     keys = permute_tokens(keys, permutation)
     bias = None
-    if formats.qk in NVFP4_FORMATS:
+    if formats.qk in ("nvfp4", FED_BACK):
         query_means = block_means(queries)
         queries = queries - expand_blocks(query_means, queries.shape[2])
         bias = (query_means * unit) @ keys.transpose(2, 3)
@@ -110,9 +107,9 @@ def quantize_rows(x: Tensor, kind: str, groups: str, thread: tuple[int, int]) ->
     """Numbers [B, H, S, D] and scales [B, H, S] of queries or keys."""
     if kind == "16-bit":
         return x, torch.ones_like(x[..., 0])
-    if kind in NVFP4_FORMATS:
-        scale, tops = nvfp4_head_scale(x, (2, 3), kind), NVFP4_TOPS[kind]
-        return nvfp4_numbers(x / scale, tops), scale.expand(*x.shape[:3], 1).squeeze(-1).contiguous()
+    if kind == "nvfp4":
+        scale = nvfp4_scale(x, (2, 3))
+        return nvfp4_numbers(x / scale), scale.expand(*x.shape[:3], 1).squeeze(-1).contiguous()
     largest = shared_maxima(x.abs().amax(-1), groups, thread)
     scale = positive(largest / (INT8_MAX if kind == "int8" else E4M3_MAX))
     ratio = x / scale.unsqueeze(-1)
@@ -144,9 +141,9 @@ def quantize_values(residual: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if kind == CLOSEST:
         made = closest_nvfp4(residual.transpose(2, 3), nvfp4_scale(residual, (2,)).transpose(2, 3))
         return made.numbers().transpose(2, 3), made.scale.transpose(2, 3).expand(-1, -1, blocks, -1).contiguous()
-    if kind in NVFP4_FORMATS:
-        scale, tops = nvfp4_head_scale(residual, (2,), kind), NVFP4_TOPS[kind]
-        numbers = nvfp4_numbers((residual / scale).transpose(2, 3), tops).transpose(2, 3)
+    if kind == "nvfp4":
+        scale = nvfp4_scale(residual, (2,))
+        numbers = nvfp4_numbers((residual / scale).transpose(2, 3)).transpose(2, 3)
         return numbers, scale.expand(-1, -1, blocks, -1).contiguous()
     if kind == "int8 per block":
         padded = torch.nn.functional.pad(residual, (0, 0, 0, -tokens % BLOCK))
@@ -170,36 +167,14 @@ def round_e2m1(x: Tensor) -> Tensor:
     return torch.copysign((magnitude / step).round() * step, x)
 
 
-def nvfp4_head_scale(x: Tensor, dims: tuple[int, ...], kind: str) -> Tensor:
-    """The FP32 scale over ``dims``; with a choice of 4 or 6 it leaves room for group scales half again as large."""
-    return nvfp4_scale(x, dims) * (E4M3_MAX / FOUR_OR_SIX_MAX if kind == "nvfp4, 4 or 6" else 1.0)
-
-
-def nvfp4_numbers(x: Tensor, tops: tuple[float, ...] = (6.0,)) -> Tensor:
-    """NVFP4 along the last dimension, before the FP32 scale: E2M1 times the E4M3 scale of each 16.
-
-    The largest of a group becomes one of ``tops``: with 6 and 4, that with the smaller squared error.
-    """
+def nvfp4_numbers(x: Tensor) -> Tensor:
+    """NVFP4 along the last dimension, before the FP32 scale: E2M1 times the E4M3 scale of each 16."""
     size = x.shape[-1]
     if x.is_cuda and size % NVFP4_GROUP == 0:
         from .nvfp4_triton import nvfp4_numbers_triton
 
-        return nvfp4_numbers_triton(x, four_or_six=len(tops) > 1)
+        return nvfp4_numbers_triton(x)
     groups = torch.nn.functional.pad(x, (0, -size % NVFP4_GROUP)).unflatten(-1, (-1, NVFP4_GROUP))
-    numbers = nvfp4_groups(groups, tops[0])
-    for top in tops[1:]:
-        other = nvfp4_groups(groups, top)
-        better = squared_error(other, groups) < squared_error(numbers, groups)
-        numbers = torch.where(better, other, numbers)
+    scale = round_e4m3(groups.abs().amax(-1, keepdim=True) / 6.0)
+    numbers = round_e2m1(groups / torch.where(scale > 0, scale, 1.0)) * scale
     return numbers.flatten(-2)[..., :size]
-
-
-def nvfp4_groups(groups: Tensor, top: float) -> Tensor:
-    """``groups`` [.., 16] with the largest of each at ``top``."""
-    scale = round_e4m3(groups.abs().amax(-1, keepdim=True) / top)
-    return round_e2m1(groups / torch.where(scale > 0, scale, 1.0)) * scale
-
-
-def squared_error(numbers: Tensor, exact: Tensor) -> Tensor:
-    """Sum over the last dimension, kept."""
-    return (numbers - exact).square().sum(-1, keepdim=True)

@@ -8,7 +8,6 @@ from . import formats
 from .formats import Formats
 
 GROUPED = ("k-means", "balanced")  # "balanced": k-means with clusters of equal size
-ORDERS = ("sequence", "cube", *GROUPED)
 EARLY, LATE, HALF, ALL, NEVER = (0.0, 0.25), (0.75, 1.0), (0.0, 0.5), (0.0, 1.0), (0.0, 0.0)
 
 
@@ -18,7 +17,7 @@ class Plan:
 
     Attributes:
         demean: block means are taken out: "always", "window" (only inside it, as the paper does) or "never".
-        order: of keys and values; before the first grouping it is the sequence.
+        order: of keys and values, "sequence", "cube" or one of GROUPED; before the first grouping it is the sequence.
         window: first and last share of the steps between which values are grouped.
         interval: steps for which a grouping is held.
         warm: a grouping starts from the one before it.
