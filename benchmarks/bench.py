@@ -5,8 +5,8 @@
 Needs a GPU with a VC-Attention kernel. Useful work is counted as 4 B H S^2 D FLOP. Inputs are normal, bf16, in
 ComfyUI's layout [B, S, H, D]; the error is relative L2 on sampled rows against attention in float32 on the same inputs.
 The kernel alone, the complete call and the call with a regrouping alternate. At the largest shape the kernel is also
-measured with one trick switched off at a time, on normal and on clustered inputs. Times are with a full queue, as in a
-render; rows whose settings end in "empty queue" include what the GPU waits for the host.
+measured with one trick switched off at a time, on normal and clustered inputs and with a loud channel in k. Times are
+with a full queue, as in a render; rows whose settings end in "empty queue" include what the GPU waits for the host.
 
 --quick leaves out peers, ablations and emulations, and writes rows only to a folder given by --output: the README is
 drawn from the newest whole run.
@@ -15,6 +15,7 @@ drawn from the newest whole run.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import uuid
 from collections.abc import Callable
@@ -36,6 +37,7 @@ HEAD_DIM = 128
 DEFAULT_SHAPES = "1x40x75600,1x12x32768,1x16x111600"  # Wan2.2-14B 720p, a small model, HunyuanVideo 1.5 720p
 SAMPLED_ROWS = 128
 CLUSTERED_GRID = (13, 42, 60)  # 32,760 tokens
+LOUD_CHANNEL = 16.0
 SCHEDULE_STEPS, REFRESH_INTERVAL = 40, 4
 WINDOWS = (0.25, 1.0)
 PRECISE = "8-bit precise"
@@ -60,7 +62,7 @@ def main() -> int:
                 row["peak_share"] = row["tflops"] / peak
         _append(run, made, path)
     if not options.quick:
-        _append(run, clustered_errors(), path)
+        _append(run, clustered_errors() + loud_channel_errors(), path)
     return 0
 
 
@@ -146,7 +148,15 @@ def our_turns(q, k, v, grouping: Grouping) -> list[dict[tuple[str, str, str], Ca
     }
     waiting = named("complete_call", "cuda", held) | parts
     waiting = {(operation, name, settings + EMPTY_QUEUE): call for (operation, name, settings), call in waiting.items()}
-    return [compared, *alone(named("complete_call", "cuda", complete)), parts, waiting]
+    others = named("complete_call", "cuda", complete) | without_nvrtc(q, k, v, grouping)
+    return [compared, *alone(others), parts, waiting]
+
+
+def without_nvrtc(q, k, v, grouping: Grouping) -> dict[tuple[str, str, str], Callable]:
+    """The call that stands in where the CUDA kernels cannot be compiled, if this machine has it."""
+    if not support(q, k, v, implementation="triton8"):
+        return {}
+    return {("complete_call", "triton8", HELD): lambda: attention(q, k, v, grouping=grouping, implementation="triton8")}
 
 
 def named(operation: str, implementation: str, calls: dict[str, Callable]) -> dict[tuple[str, str, str], Callable]:
@@ -268,7 +278,7 @@ def share_rows(made: list[dict], shape) -> list[dict]:
         settings = f"{SCHEDULE_STEPS} steps, window {window}, interval {REFRESH_INTERVAL}"
         share = spent / SCHEDULE_STEPS / call
         shares.append({"operation": "grouping_average", "settings": settings, "share_of_call": share})
-    return [{"implementation": "cuda", "shape": list(shape), **row} for row in shares]
+    return [{"implementation": "cuda", "shape": list(shape), "dtype": "bfloat16", **row} for row in shares]
 
 
 def scratch_row(q, k, v, grouping, shape) -> dict:
@@ -285,6 +295,7 @@ def scratch_row(q, k, v, grouping, shape) -> dict:
         "implementation": "cuda",
         "settings": HELD,
         "shape": list(shape),
+        "dtype": "bfloat16",
         "bytes": peak,
         "share_of_8bit_tensors": peak / eight_bit,
     }
@@ -303,6 +314,18 @@ def clustered_errors() -> list[dict]:
     errors = {key: expected.error(call()) for key, call in calls.items()}
     errors[SAGE_FORMATS, ""] = expected.sage_formats_error()
     return [error_row("error_clustered", *key, q.shape, error) for key, error in errors.items()]
+
+
+def loud_channel_errors() -> list[dict]:
+    """Errors where one channel of k is LOUD_CHANNEL times as large as the others: what the rotation is for."""
+    q, k, v = normal_inputs((1, 2, math.prod(CLUSTERED_GRID), HEAD_DIM))
+    k[..., 0] *= LOUD_CHANNEL
+    expected, grouping = ReferenceRows(q, k, v), group_values(v)
+    calls = {SHIPPED: kernel_variant(q, k, v, grouping.permutation), **ablated(q, k, v, grouping)}
+    return [
+        error_row("error_loud_channel", "cuda", f"kernel, {name}", q.shape, expected.error(call()))
+        for name, call in calls.items()
+    ]
 
 
 def summary(row: dict) -> str:

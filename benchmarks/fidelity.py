@@ -5,7 +5,8 @@
     python benchmarks/fidelity.py --quick --output /tmp/rows.jsonl     # the same code at a size for a CPU
 
 Every render is compared with the same clips under torch's 16-bit attention. A job whose row is in the output file,
-for the same model and clips, is not run again. `docs/fidelity.md` is made from the rows by fidelity_page.py.
+for the same model and clips, is run again with --again only, as after a change of a kernel or a format.
+`docs/fidelity.md` is made from the rows by fidelity_page.py.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> int:
     clips = QUICK if options.quick else CLIPS
     studio = Studio(device, options.weights)
     run = {"run": uuid.uuid4().hex[:12], **environment(device), "model": fingerprint(options.weights)}
-    done = finished(options.output, run["model"])
+    done = set() if options.again else finished(options.output, run["model"])
     baselines = Baselines(studio)
     strip = Strip(options.strip) if options.strip else None
     started = time.monotonic()
@@ -97,6 +98,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default="renders,probes,long,schedule,ablations", help="kinds of jobs, in this order")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th job, from the i-th")
     parser.add_argument("--match", default="", help="only variants whose title holds one of these, between |")
+    parser.add_argument("--again", action="store_true", help="also what has a row: the page shows the newest")
     parser.add_argument("--quick", action="store_true", help="tiny clips: a check of the code, not of the formats")
     parser.add_argument("--weights", type=Path, default=checkpoint.WEIGHTS, help="folder of the model's two files")
     parser.add_argument("--output", type=Path, default=RESULTS)
