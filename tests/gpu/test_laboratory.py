@@ -7,7 +7,7 @@ import torch
 from vc_attention import group_values
 from vc_attention.testing import clustered_qkv, relative_l2
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.triton]
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 KINDS = ("SIXTEEN_BIT", "PLAIN_FP8", "SAGE_ATTENTION_2", "COMFY_INT8")

@@ -182,7 +182,7 @@ def test_the_current_stream_is_used():
     assert torch.equal(output, expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+@pytest.mark.two_gpus
 def test_second_device_while_the_first_is_current():
     tensors = random_qkv((1, 2, 300, 64))
     expected = run("int8 expcast", on("cuda:0", tensors), grouping=group_values(tensors[2].to("cuda:0")))
