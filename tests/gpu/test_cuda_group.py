@@ -191,3 +191,26 @@ def test_a_named_kernel_refuses_and_auto_takes_the_reference():
         grouping = group_values(values, clusters=clusters)
         assert grouping.centroids.isfinite().all()
     assert isinstance(grouping, vc_attention.Grouping)
+
+
+@pytest.mark.parametrize("axis", ["batch", "head", "token"])
+def test_strides_beyond_two_to_the_31(axis, far_apart):
+    v = placed(mixed(2, 2, 300, torch.float16, 5), "BHSD")
+    far = far_apart(axis, v)[0]
+    expected = group_cuda(v, None, 20, 2)
+    for start in (None, expected[1]):  # cold, warm
+        made, wanted = (group_cuda(x, start, 20, 2) for x in (far, v))
+        assert torch.equal(made[0], wanted[0])
+        assert torch.equal(made[1], wanted[1])
+
+
+def test_more_than_two_to_the_31_elements():
+    heads, tokens = 224, 75600
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    v = torch.randn(1, heads, tokens, D, device=DEVICE, dtype=torch.float16, generator=generator)
+    assert v.numel() > 2**31
+    permutation, centroids = group_cuda(v, None, 64, 1)
+    for head in (0, heads // 2, heads - 1):
+        alone = group_cuda(v[:, head : head + 1], None, 64, 1)
+        assert torch.equal(alone[0][0, 0], permutation[0, head])
+        assert torch.equal(alone[1][0, 0], centroids[0, head])

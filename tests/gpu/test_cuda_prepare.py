@@ -195,3 +195,25 @@ def test_every_head_is_independent_of_the_batch():
         alone = prepare(*(x[batch : batch + 1, head : head + 1] for x in (q, k, v)), scale=0.1)
         for name in FIELDS:
             assert torch.equal(getattr(alone, name)[0], getattr(whole, name)[3 * batch + head]), name
+
+
+@pytest.mark.parametrize("axis", ["batch", "head", "token"])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_strides_beyond_two_to_the_31(permuted, axis, far_apart):
+    tensors = inputs(2, 2, 300, 300, "BHSD", torch.float16)
+    arguments = {"scale": 0.1, "permutation": random_order(2, 2, 300) if permuted else None}
+    assert same_bits(prepare(*far_apart(axis, *tensors), **arguments), prepare(*tensors, **arguments))
+
+
+def test_more_than_two_to_the_31_elements():
+    heads, tokens = 224, 75600
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randn(1, heads, 200, D, device=DEVICE, dtype=torch.float16, generator=generator)
+    k = torch.randn(1, heads, tokens, D, device=DEVICE, dtype=torch.float16, generator=generator)
+    whole = prepare(q, k, k, scale=0.1)
+    assert min(whole.k8.numel(), whole.v8.numel(), k.numel()) > 2**31
+    for head in (0, heads // 2, heads - 1):
+        part = slice(head, head + 1)
+        alone = prepare(q[:, part], k[:, part], k[:, part], scale=0.1)
+        for name in FIELDS:
+            assert torch.equal(getattr(alone, name), getattr(whole, name)[part]), f"{name} of head {head}"

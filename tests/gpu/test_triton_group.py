@@ -10,8 +10,7 @@ from vc_attention.group.reference import group_reference
 from vc_attention.group.triton import group_triton
 from vc_attention.testing import clustered_qkv
 
-pytestmark = pytest.mark.gpu
-pytest.importorskip("triton", reason="needs Triton, which is not installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.triton]
 
 # Tokens that lie as near to two centroids may fall to either; half of what the self-test allows.
 ENERGY_LIMIT = 0.01
@@ -42,6 +41,17 @@ def test_long_sequences_lose_no_energy_against_the_hand_written_kernel():
     v = clustered_qkv((21, 45, 80), heads=2, dtype=torch.bfloat16, device="cuda")[2]  # 75,600 tokens
     energies = [removed_energy(v, group(v, None, 256, 4)[0]).mean() for group in (group_triton, group_cuda)]
     assert abs(energies[0] - energies[1]) < ENERGY_LIMIT
+
+
+@pytest.mark.parametrize("axis", ["batch", "head", "token"])
+def test_strides_beyond_two_to_the_31(axis, far_apart):
+    v = clustered_qkv((3, 10, 10), heads=4, dtype=torch.float16, device="cuda")[2].unflatten(1, (2, 2))[0]
+    far = far_apart(axis, v)[0]
+    start = None
+    for _ in range(2):  # cold, warm
+        made, expected = (group_triton(x, start, 6, 2) for x in (far, v))
+        assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+        start = expected[1]
 
 
 def test_not_finite_values_still_give_a_permutation():
