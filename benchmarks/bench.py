@@ -73,7 +73,10 @@ def _path(options: argparse.Namespace, gpu: str) -> Path | None:
 
 
 def _append(run: dict, made: list[dict], path: Path | None) -> None:
+    versions = peers.versions()
     for row in made:
+        if row["implementation"] in versions:
+            row["version"] = versions[row["implementation"]]
         print(summary(row), flush=True)
     if path is not None:
         rows.append([{**run, **row} for row in made], path)

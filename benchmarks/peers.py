@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, metadata
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,6 +18,18 @@ def found(q, k, v) -> dict[str, Callable[[], torch.Tensor]]:
     """
     peers = {name: _bind(call, *(x.clone() for x in (q, k, v))) for name, call in _importable().items()}
     return {name: call for name, call in peers.items() if _runs(name, call)}
+
+
+def versions() -> dict[str, str]:
+    """``{name: version}`` of the packages that were imported for peers, as far as they tell theirs."""
+    told = {name: _version(module) for name, module, _ in _OPTIONAL if module in sys.modules}
+    return {name: version for name, version in told.items() if version is not None}
+
+
+def _version(module: str) -> str | None:
+    package = module.partition(".")[0]
+    names = metadata.packages_distributions().get(package)
+    return metadata.version(names[0]) if names else getattr(sys.modules[package], "__version__", None)
 
 
 def _importable() -> dict[str, Callable]:

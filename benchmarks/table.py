@@ -21,10 +21,11 @@ PEERS = {
     "sdpa_cudnn": "torch SDPA, cuDNN in bf16",
     "fa3_bf16": "FlashAttention-3 in bf16",
     "fa4_bf16": "FlashAttention-4 package in bf16",
-    "sageattention": "SageAttention 1",
+    "sageattention": "SageAttention {major}",
     "comfy_kitchen_int8": "ComfyUI's INT8",
 }
 BASELINE = "sdpa_cudnn"
+UNNAMED_VERSION = "1"  # SageAttention's in rows without a version
 OURS = {
     "held grouping": "**VC Attention, 8-bit, grouping held**",
     "precise": "**VC Attention, 8-bit precise**",
@@ -107,11 +108,16 @@ def _speed_table(rows: list[dict]) -> str:
 
 
 def _variants(rows: list[dict]) -> list[tuple[str, str, str]]:
-    present = {row["implementation"] for row in rows if row["operation"] == "complete_call"}
-    peers = [(label, name, "") for name, label in PEERS.items() if name in present]
+    present = {row["implementation"]: row for row in rows if row["operation"] == "complete_call"}
+    peers = [(_peer_label(present[name]), name, "") for name in PEERS if name in present]
     measured = {row["settings"] for row in rows if row["operation"] == "complete_call"}
     ours = [(label, "cuda", settings) for settings, label in OURS.items() if settings in measured]
     return [*peers, *ours]
+
+
+def _peer_label(row: dict) -> str:
+    version = row.get("version", UNNAMED_VERSION)
+    return PEERS[row["implementation"]].format(major=version.partition(".")[0])
 
 
 def _ablation_table(rows: list[dict]) -> str:

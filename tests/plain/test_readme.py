@@ -66,3 +66,12 @@ def test_speed_table_takes_the_newest_run_and_names_the_baseline(table, monkeypa
     assert "| **VC Attention, 8-bit, grouping held** | 8.0 ms (2.50) | 0.0435 |" in made
     assert "cuDNN" in made
     assert "30.0 ms (0.67)" in made
+
+
+@pytest.mark.parametrize(
+    ("version", "label"), [(None, "SageAttention 1"), ("1.0.6", "SageAttention 1"), ("2.2.0", "SageAttention 2")]
+)
+def test_speed_table_names_the_version_that_was_timed(version, label, table):
+    row = {"implementation": "sageattention", "operation": "complete_call", "settings": ""}
+    row |= {} if version is None else {"version": version}
+    assert table._variants([row]) == [(label, "sageattention", "")]
