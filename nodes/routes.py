@@ -7,8 +7,7 @@ import logging
 from .host import server
 from .record import RECORD
 
-log = logging.getLogger("VC Attention")
-
+LOGGERS = ("VC Attention", "vc_attention")  # of nodes/ and of kernels/, under whatever name they are imported
 STATUS = "/vc_attention/status"
 LOG_LEVEL = "/vc_attention/log_level"
 LEVELS = {
@@ -38,5 +37,6 @@ def add_routes() -> None:
             level = None
         if level not in LEVELS:
             return web.json_response({"error": f"level must be one of {', '.join(LEVELS)}, got {level!r}"}, status=400)
-        log.setLevel(LEVELS[level])
+        for name in LOGGERS:
+            logging.getLogger(name).setLevel(LEVELS[level])
         return web.json_response({"level": level})
