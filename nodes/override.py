@@ -35,7 +35,9 @@ def make_override(token: str, previous: Callable | None) -> Callable:
             reason, output = _serve(run, args, kwargs)
             if reason is None:
                 return output
-            run.count_declined(reason, _name(previous or func), place_of(options.get(FORWARD_KEY), options))
+            run.count_declined(
+                reason, _name(func if previous is None else previous), place_of(options.get(FORWARD_KEY), options)
+            )
         if previous is not None:
             return previous(func, *args, **kwargs)
         return func(*args, **kwargs)
@@ -105,7 +107,7 @@ def _accelerate(
         return unserved(served.why), None
     place = place_of(forward, options, layer)
     grouped = uses_grouping(served.mode)
-    with run.stopwatch.measure(q.device, place):
+    with run.stopwatch.measure(q.device, place) as stretch:
         output = attention(
             q,
             k,
@@ -119,6 +121,7 @@ def _accelerate(
         reason = run.errors.check(
             layer, served.mode, lambda: sampled_error(q, k, v, output, scale=call.scale, layout=layout)
         )
+        stretch.counted = reason is None
     if reason is not None:
         return reason, None
     output = comfy_output(call, output, layout)

@@ -54,7 +54,7 @@ class Layer(NamedTuple):
     """One attention of the model.
 
     Attributes:
-        block_type, block_index: as the model names its blocks; None where it does not.
+        block_type, block_index: as the model names its blocks; None where it does not, or not by name and number.
         ordinal: of the call inside that block, or inside the forward where blocks have no index. A VACE block
             reports the index of its main block, and some patches call attention per group of heads.
     """
@@ -87,8 +87,15 @@ def place_of(forward: Forward | None, transformer_options: dict, layer: Layer | 
     step = None if forward is None else forward.position.step
     if layer is not None:
         return Place(step, layer.block_type, layer.block)
-    index = transformer_options.get("block_index")
-    return Place(step, None if index is None else transformer_options.get("block_type"), index)
+    return Place(step, *_block(transformer_options))
+
+
+def _block(transformer_options: dict) -> tuple[str | None, int | None]:
+    """Type and number of the block at hand, None for what is not a name or a number: calls are counted by them."""
+    block_type, index = transformer_options.get("block_type"), transformer_options.get("block_index")
+    if not isinstance(index, int):
+        return None, None
+    return block_type if isinstance(block_type, str) else None, index
 
 
 class Forward:
@@ -100,8 +107,7 @@ class Forward:
 
     def next_layer(self, transformer_options: dict) -> Layer:
         """The layer of the call at hand. Counts it, so ask once a call, and only for calls that may be ours."""
-        index = transformer_options.get("block_index")
-        block = (None if index is None else transformer_options.get("block_type"), index)
+        block = _block(transformer_options)
         ordinal = self._calls.get(block, 0)
         self._calls[block] = ordinal + 1
         return Layer(*block, ordinal)

@@ -398,6 +398,23 @@ def test_same_layer_with_another_length(host, pack):
     assert min(outputs) > 0.999
 
 
+@pytest.mark.parametrize("names", [{"block_index": [3]}, {"block_type": ["double"]}], ids=str)
+def test_blocks_named_in_a_way_not_known_here(host, pack, names):
+    """Calls are counted by block: a name that cannot be counted by ends no render, of a served or a declined call."""
+    args, mask, outputs = qkv(), torch.ones(150, 150, dtype=torch.bool).tril(), []
+
+    def probe(attention, options):
+        outputs.append([attention(*args, HEADS, m, transformer_options={**options, **names}) for m in (mask, None)])
+
+    with watching(host, pack) as watch:
+        render(host, pack.patch(probed(host, host.model(), probe)), steps=2)
+    for masked, served in outputs:
+        assert torch.equal(masked, before(host, args, {"heads": HEADS, "mask": mask}))
+        assert cosine(served, reference(host, args, {"heads": HEADS})) > 0.999
+    assert len([call for call in watch.stray if call.function == "attention"]) == len(outputs)
+    assert "failed" not in host.texts[-1][0]
+
+
 def test_declined_call_reaches_the_raw_backend_without_a_previous_override(host, pack):
     """Nobody before us: func itself gets the call, and wrap_attn is not entered again."""
     args, kwargs = qkv(keys=40), {"heads": HEADS}
