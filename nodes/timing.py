@@ -7,8 +7,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Hashable
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass
+class Stretch:
+    """Work that is being timed.
+
+    Attributes:
+        counted: False leaves its time out.
+    """
+
+    counted: bool = True
 
 
 class Stopwatch:
@@ -26,22 +38,25 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, device: torch.device, place: Hashable = None):
-        """Time what is done inside. Work that raises is not counted."""
+        """Time what is done inside and yield its Stretch. Work that raises is not counted."""
         self._devices.add(device)
+        stretch = Stretch()
         if device.type != "cuda":
             start = time.perf_counter()
-            yield
-            with self._lock:
-                self.by_place[place] += time.perf_counter() - start
+            yield stretch
+            if stretch.counted:
+                with self._lock:
+                    self.by_place[place] += time.perf_counter() - start
         elif torch.cuda.is_current_stream_capturing():
-            yield
+            yield stretch
         else:
             stream = torch.cuda.current_stream(device)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record(stream)
-            yield
-            end.record(stream)
-            self._events.append((place, start, end))
+            yield stretch
+            if stretch.counted:
+                end.record(stream)
+                self._events.append((place, start, end))
 
     def seconds(self) -> float:
         """The sum so far; of several GPUs, which work side by side, the mean. Waits: ask at the end of a render."""

@@ -115,6 +115,18 @@ def test_the_largest_error_is_that_of_an_accelerated_layer(host, pack):
     assert "left alone for their error: double block 1" in host.texts[-1][0]
 
 
+def test_calls_of_a_layer_over_the_budget_are_not_timed(host, pack):
+    """Their output is thrown away: the share of the time on the row is that of accelerated calls."""
+    record = next(m for m in pack.modules() if m.__name__.endswith(".nodes.record"))
+    with_errors(host, pack, [0.9])
+    (left,) = record.RECORD.runs(None)[-1:]
+    assert (left["accelerated"], left["seconds"]) == (0, 0)
+    with_errors(host, pack, [0.05, 0.9])
+    used, left = record.RECORD.runs(None)[-1]["rows"]
+    assert all(seconds > 0 for seconds in used["seconds"])
+    assert left["seconds"] == [0, 0, 0]
+
+
 def test_every_render_judges_anew(host, pack):
     """State dies with the run: a layer left alone in one render is tried again in the next."""
     args = hard_for_keys()
