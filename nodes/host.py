@@ -29,13 +29,26 @@ def workflow_id(prompt: str | None) -> str | None:
     Node ids repeat from workflow to workflow; with this the browser puts a status on the right one.
     """
     try:
-        running, _ = server().prompt_queue.get_current_queue_volatile()
-        extra = next(item[3] for item in running if item[1] == prompt)
-        workflow = extra["extra_pnginfo"]["workflow"]["id"]
+        workflow = _extra_data(prompt)["extra_pnginfo"]["workflow"]["id"]
         return None if workflow == UNNAMED else workflow
     except Exception:
         log.debug("this prompt names no workflow", exc_info=True)
         return None
+
+
+def client_id(prompt: str | None) -> str | None:
+    """Who queued a running prompt: an open page, or a program; None where it did not say."""
+    try:
+        return _extra_data(prompt).get("client_id")
+    except Exception:
+        log.debug("this prompt names no client", exc_info=True)
+        return None
+
+
+def _extra_data(prompt: str | None) -> dict:
+    """What was sent along with a running prompt."""
+    running, _ = server().prompt_queue.get_current_queue_volatile()
+    return next(item[3] for item in running if item[1] == prompt)
 
 
 def stop_if_interrupted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from .host import prompt_id, send_event, workflow_id
+from .host import client_id, prompt_id, send_event, workflow_id
 from .record import RECORD
 from .run_state import RunState
 
@@ -24,6 +24,7 @@ class LiveStatus:
         self.node_id = node_id
         self.prompt = prompt_id()
         self.workflow = None if node_id is None else workflow_id(self.prompt)
+        self.client = None if node_id is None else client_id(self.prompt)
         self._next = 0.0
 
     def tick(self, run: RunState) -> None:
@@ -52,7 +53,8 @@ class LiveStatus:
     def _publish(self, status: dict) -> None:
         if self.node_id is None:
             return
-        status = {"node": self.node_id, "prompt": self.prompt, "workflow": self.workflow, **status}
+        origin = {"prompt": self.prompt, "workflow": self.workflow, "client": self.client}
+        status = {"node": self.node_id, **origin, **status}
         RECORD.keep_status((self.workflow, self.node_id), status)
         send_event(EVENT, status, self.node_id)
 

@@ -133,6 +133,7 @@ class Server:
             aiohttp.ClientSession() as session,
             session.ws_connect(f"ws://{self.address}/ws?clientId={client}") as socket_,
         ):
+            run.client = client
             status, answer = await self._post(session, prompt, client)
             if status != 200:
                 raise RuntimeError(f"the prompt was refused: {answer}")
@@ -175,7 +176,7 @@ class Run:
     """What one prompt did."""
 
     def __init__(self):
-        self.id, self.ending, self.data, self.history = None, None, {}, None
+        self.id, self.client, self.ending, self.data, self.history = None, None, None, {}, None
         self.events: list[str] = []
         self.texts: list[tuple[str, str]] = []
 

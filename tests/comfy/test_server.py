@@ -223,6 +223,7 @@ def test_status_goes_out_and_is_kept_for_a_reloaded_page(server):
     assert status == 200
     (kept,) = [s for s in answer["statuses"] if s["node"] == PATCH]
     assert (kept["state"], kept["prompt"], kept["workflow"]) == ("done", ours.id, None)
+    assert kept["client"] == ours.client
     assert (kept["accelerated"], kept["declined"]) == (8, 8)
     assert "\n".join(kept["lines"]) == ours.texts[0][0]
 

@@ -1,6 +1,10 @@
 """The live status: the messages to the browser, what they cost, and what a reloaded page is told."""
 
+import asyncio
+import importlib
 import json
+import logging
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -180,19 +184,19 @@ def test_prompt_of_a_run_is_named(host, pack):
     with host.in_prompt("a-prompt"):
         render(host, pack.patch(host.model()), steps=1)
     assert statuses(host)[-1]["prompt"] == "a-prompt"
-    assert statuses(host)[-1]["workflow"] is None
+    assert (statuses(host)[-1]["workflow"], statuses(host)[-1]["client"]) == (None, None)
 
 
 def test_workflow_of_a_run_is_named(host, pack, monkeypatch):
     """From the queue item that is running; node ids repeat from workflow to workflow."""
     other = (0, "another", {}, {"extra_pnginfo": {"workflow": {"id": "wrong"}}}, [])
-    item = (1, "a-prompt", {}, {"extra_pnginfo": {"workflow": {"id": "w-1"}}}, [])
+    item = (1, "a-prompt", {}, {"client_id": "page", "extra_pnginfo": {"workflow": {"id": "w-1"}}}, [])
     queue = SimpleNamespace(get_current_queue_volatile=lambda: ([other, item], []))
     server = sys.modules["server"].PromptServer.instance
     monkeypatch.setattr(server, "prompt_queue", queue, raising=False)
     with host.in_prompt("a-prompt"):
         render(host, pack.patch(host.model()), steps=1)
-    assert statuses(host)[-1]["workflow"] == "w-1"
+    assert (statuses(host)[-1]["workflow"], statuses(host)[-1]["client"]) == ("w-1", "page")
 
 
 def test_each_workflow_keeps_its_own_status(host, pack, monkeypatch):
@@ -262,12 +266,61 @@ class Routes(list):
     get = post = _add
 
 
-def test_addresses_are_added_once(host, pack, monkeypatch):
+@pytest.fixture
+def routes(host, pack, monkeypatch):
+    """The module of the addresses on a server of its own."""
+    module = next(m for m in pack.modules() if m.__name__.endswith(".nodes.routes"))
+    monkeypatch.setattr(sys.modules["server"].PromptServer.instance, "routes", Routes(), raising=False)
+    answers = SimpleNamespace(json_response=lambda answer, status=200: (status, answer))
+    monkeypatch.setitem(sys.modules, "aiohttp", SimpleNamespace(web=answers))
+    module.add_routes()
+    return module
+
+
+def addresses() -> Routes:
+    return sys.modules["server"].PromptServer.instance.routes
+
+
+def test_addresses_are_added_once(routes):
     """aiohttp refuses a second handler for an address, and ComfyUI would not start."""
-    routes = next(m for m in pack.modules() if m.__name__.endswith(".nodes.routes"))
-    table = Routes()
-    monkeypatch.setattr(sys.modules["server"].PromptServer.instance, "routes", table, raising=False)
-    monkeypatch.setitem(sys.modules, "aiohttp", SimpleNamespace(web=None))
     routes.add_routes()
-    routes.add_routes()
-    assert [route.path for route in table] == [routes.STATUS, routes.LOG_LEVEL]
+    assert [route.path for route in addresses()] == [routes.STATUS, routes.LOG_LEVEL]
+
+
+def set_log_level(level: str) -> tuple:
+    class Request:
+        async def json(self):
+            return {"level": level}
+
+    return asyncio.run(addresses()[1].handler(Request()))
+
+
+@pytest.fixture
+def levels_restored():
+    """Loggers outlive a test."""
+    before = {name: logging.getLogger(name).level for name in ("VC Attention", "vc_attention")}
+    yield
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def test_the_log_level_is_that_of_every_logger_of_the_pack(routes, pack, levels_restored):
+    sources = [path.read_text(encoding="utf-8") for path in pack.folder.rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"getLogger\((.*?)\)", text)} - {"name"}
+    assert named == {'"VC Attention"', '"vc_attention"'}
+    assert set_log_level("debug") == (200, {"level": "debug"})
+    assert {logging.getLogger(name.strip('"')).level for name in named} == {logging.DEBUG}
+    assert set_log_level("default")[0] == 200
+    assert {logging.getLogger(name.strip('"')).level for name in named} == {logging.NOTSET}
+
+
+def test_warnings_only_silences_the_kernels_tests(routes, pack, monkeypatch, levels_restored):
+    """Compiling and testing is said by the kernels, not by the nodes."""
+    guard = importlib.import_module(pack.name + ".kernels.guard_triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(guard, "_self_test", lambda *args: "it differs")
+    for level, said in (("info", ["INFO", "ERROR"]), ("warning", ["ERROR"])):
+        set_log_level(level)
+        with pack.log() as records:
+            assert "it differs" in guard._verdict("triton8", "cuda:0", "bfloat16")
+        assert [record.levelname for record in records] == said

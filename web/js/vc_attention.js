@@ -45,6 +45,11 @@ function findNode(path) {
   return node;
 }
 
+// A prompt that names no workflow is its sender's alone: node ids repeat from workflow to workflow.
+function isForThisPage(status) {
+  return Boolean(status.workflow) || status.client === (api.clientId ?? api.initialClientId);
+}
+
 function show(status) {
   if (status.workflow && status.workflow !== rootGraph()?.id) return; // another tab's workflow
   const node = findNode(status.node);
@@ -82,7 +87,7 @@ async function fetchStatuses() {
   const answer = await api.fetchApi("/vc_attention/status");
   if (!answer.ok) return;
   for (const status of (await answer.json()).statuses) {
-    if (!statuses.has(`${status.workflow}/${status.node}`)) keep(status);
+    if (isForThisPage(status) && !statuses.has(`${status.workflow}/${status.node}`)) keep(status);
   }
 }
 
@@ -109,6 +114,7 @@ app.registerExtension({
   ],
   async setup() {
     api.addEventListener(EVENT, ({ detail }) => {
+      if (!isForThisPage(detail)) return;
       keep(detail);
       show(detail);
     });

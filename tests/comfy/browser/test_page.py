@@ -132,6 +132,29 @@ def test_the_status_comes_back_after_a_reload(editor, server):
     editor.wait(f"() => vc.status({OURS}[0]).includes('8 of 16 calls')")
 
 
+UNNAMED = "00000000-0000-0000-0000-000000000000"
+
+
+def test_a_prompt_of_a_program_leaves_the_row_alone(editor, server):
+    """It names no workflow, and its node ids are those of some other graph."""
+    build(editor, prefix="program")
+    editor.js("() => { vc.heard = 0; app.api.addEventListener('vc_attention.status', () => { vc.heard += 1; }); }")
+    assert server.run(editor.prompt()).ending == "execution_success"
+    editor.wait("() => vc.heard >= 2")
+    assert status(editor).strip() == "no render yet"
+    assert editor.js("() => app.graph.id") != UNNAMED
+
+
+def test_a_graph_without_a_name_shows_its_own_renders(editor):
+    """A graph that was just cleared names no workflow either; the page that queued it is known."""
+    build(editor, prefix="unnamed")
+    editor.js("id => { app.graph.id = id; }", UNNAMED)
+    assert queue(editor) == "execution_success"
+    assert "8 of 16 calls" in status(editor)
+    sent = "async () => (await (await app.api.fetchApi('/vc_attention/status')).json()).statuses.at(-1)"
+    assert editor.js(sent)["workflow"] is None
+
+
 def test_the_log_level_is_in_the_settings_dialog(editor):
     def choose(page, level: str) -> tuple[int, dict]:
         page.locator("[role=dialog]").get_by_text("VC Attention", exact=True).first.click()
