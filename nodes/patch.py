@@ -171,7 +171,9 @@ def _advanced_widgets() -> list:
             default="auto",
             optional=True,
             tooltip=(
-                "auto: the GPU kernels, or nothing where they do not run.\n"
+                "auto: the fastest GPU kernel for your card, or none where none runs.\n"
+                "cuda (H100, H200), triton8 (8-bit), triton4 (4-bit): only this kernel, or none; to compare kernels or "
+                "trace a fault.\n"
                 "reference: the same numbers in plain PyTorch on any machine. Very slow; for comparing pictures."
             ),
         ),

@@ -1,5 +1,7 @@
 """Loading: the folder, the schema, what the pack may not touch."""
 
+import re
+
 import pytest
 
 from .pack import NODE_ID, global_state
@@ -48,6 +50,14 @@ def test_drop_downs_offer_the_specified_choices(pack):
     assert options["implementation"][0] == "auto"
     assert "reference" in options["implementation"]
     assert set(options) == {"mode", "implementation"}
+
+
+def test_a_tooltip_explains_every_choice(pack):
+    """A line of it begins with the choices it is about: ``cuda (H100, H200), triton8 (8-bit): ...``."""
+    for widget in schema(pack).inputs[1:]:
+        heads = [line.partition(":")[0] for line in widget.tooltip.splitlines()]
+        explained = {name for head in heads for name in re.sub(r" \(.*?\)", "", head).split(", ")}
+        assert set(getattr(widget, "options", None) or []) <= explained, widget.id
 
 
 def test_every_widget_has_a_tooltip(pack):
