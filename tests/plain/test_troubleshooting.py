@@ -12,7 +12,7 @@ HELP = (ROOT / "web" / "docs" / "VCAttentionPatch.md").read_text(encoding="utf-8
 
 def said_by_the_code() -> str:
     """All sources, with strings that continue on the next line joined."""
-    files = sorted([*(ROOT / "nodes").glob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+    files = sorted([*(ROOT / "nodes").glob("*.py"), *(ROOT / "kernels").rglob("*.py"), *(ROOT / "web/js").glob("*.js")])
     return re.sub(r'"\n\s*f?"', "", "\n".join(file.read_text(encoding="utf-8") for file in files))
 
 
@@ -33,6 +33,34 @@ def quoted_in_help() -> list[str]:
 
 
 QUOTES = [*quoted_in_readme(), *quoted_in_help()]
+
+
+# What a card's owner meets where a kernel is not used.
+UNUSED_KERNEL = [
+    "does not compile or run here",
+    "self-test could not run",
+    "self-test failed",
+    "NVRTC could not compile",
+    "this version has no GPU kernel for",
+    "this GPU is of the family",
+    "has no ... mode",
+    "needs Triton",
+    "the CUDA kernels need NVIDIA's cuda-bindings and NVRTC",
+]
+
+
+@pytest.mark.parametrize("page", ["readme", "help"])
+@pytest.mark.parametrize("sentence", UNUSED_KERNEL)
+def test_sentences_on_an_unused_kernel_are_quoted(page, sentence):
+    quotes = quoted_in_readme() if page == "readme" else quoted_in_help()
+    assert any(quote.startswith(sentence) for quote in quotes)
+
+
+def test_every_sentence_of_a_self_test_is_quoted():
+    """The guards hand ``verdict_of`` what it says when a test could not be made."""
+    calls = re.findall(r'verdict_of\(.*"(.+)", card\)', said_by_the_code())
+    assert len(calls) == 2
+    assert set(calls) <= set(UNUSED_KERNEL)
 
 
 def test_the_node_s_sentences_are_quoted():
