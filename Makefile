@@ -16,6 +16,7 @@ IN_VENV := $(VENV)/bin/python
 # nodes/ and kernels/ would shadow ComfyUI's nodes.py and the package `kernels`.
 SHIM := $(CURDIR)/build/shim
 COMFY_TOOLS := $(CURDIR)/build/comfy-tools
+TRAIN_TOOLS := $(CURDIR)/build/train-tools
 
 .PHONY: help demo demo-comfy lint format test test-gpu test-comfy bench table fidelity train clean venv-demo venv-test shim
 
@@ -63,7 +64,7 @@ shim:
 	@ln -sfn ../../kernels $(SHIM)/vc_attention
 
 test-gpu: shim
-	PYTHONPATH=$(SHIM) PYTHONSAFEPATH=1 REQUIRE=cuda $(PYTHON) -m pytest tests/gpu $(ARGS)
+	PYTHONPATH=$(SHIM) PYTHONSAFEPATH=1 REQUIRE=$(or $(REQUIRE),cuda) $(PYTHON) -m pytest tests/gpu $(ARGS)
 
 test-comfy: shim
 	@test -n "$(COMFYUI_PATH)" || { echo "set COMFYUI_PATH to a ComfyUI folder" >&2; exit 2; }
@@ -86,7 +87,9 @@ fidelity: shim
 	PYTHONPATH=$(SHIM) $(PYTHON) benchmarks/fidelity_page.py --plots
 
 train:
-	$(PYTHON) training/train.py $(ARGS)
+	@PYTHONPATH=$(TRAIN_TOOLS) $(PYTHON) training/photographs.py >/dev/null 2>&1 || \
+	    $(PYTHON) -m pip install --quiet --no-deps --upgrade --target $(TRAIN_TOOLS) -r training/requirements.txt
+	PYTHONPATH=$(TRAIN_TOOLS) $(PYTHON) training/train.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo/output .pytest_cache .ruff_cache .hypothesis
