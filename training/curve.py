@@ -4,12 +4,13 @@ Rows of trainings that went on from each other's weights may be joined in one fi
 apart, and a line marks where each run started.
 
 python training/curve.py training/results/log.jsonl training/results/loss.png
+python training/curve.py training/results/log.jsonl training/results/loss.png --add /tmp/train/log.jsonl
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def read(path: Path) -> list[dict]:
 def starts(rows: list[dict]) -> list[int]:
     """Last steps of all runs but the last: where the next one started."""
     return [row["step"] for row, after in pairwise(rows) if row.get("run") != after.get("run")]
+
+
+def join(rows: list[dict], added: list[dict]) -> list[dict]:
+    """``rows`` and behind them those of a training that started from their weights."""
+    run, step = rows[-1].get("run", 1) + 1, rows[-1]["step"]
+    return rows + [{**row, "run": run, "step": step + row["step"]} for row in added]
+
+
+def write(rows: list[dict], path: Path) -> None:
+    """As log.jsonl, ``run`` first."""
+    ordered = [{"run": row.get("run", 1), **{k: v for k, v in row.items() if k != "run"}} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in ordered), encoding="utf-8")
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -59,5 +72,18 @@ def draw(rows: list[dict], path: Path) -> None:
     pyplot.close(figure)
 
 
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("log", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--add", type=Path, help="log of a training that went on from these weights: joined to the log")
+    options = parser.parse_args(arguments)
+    rows = read(options.log)
+    if options.add:
+        rows = join(rows, read(options.add))
+        write(rows, options.log)
+    draw(rows, options.picture)
+
+
 if __name__ == "__main__":
-    draw(read(Path(sys.argv[1])), Path(sys.argv[2]))
+    main()

@@ -27,8 +27,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "nodes"))
 
 import checkpoint  # noqa: E402
-import clips  # noqa: E402
 import demo_latents  # noqa: E402
+from clips import Clips  # noqa: E402
+from prompts import PROMPTS  # noqa: E402
 from sampling import SHIFT, TIMESTEPS  # noqa: E402
 from wan import WanModel, WanSizes, initialize  # noqa: E402
 
@@ -36,6 +37,11 @@ TEXT_TOKENS = 8
 LOG_EVERY = 20
 VALIDATE_EVERY = 200
 VALIDATION_LEVELS = (0.2, 0.5, 0.8, 0.95)
+VALIDATION_SEED = 2**40
+VALIDATION_KINDS = {
+    "validation": 2 * tuple(range(12)),  # the drawn scenes: the same clips since the first training
+    "validation_pictures": 4 * tuple(range(12, len(PROMPTS))),  # words and photographs
+}
 EMA_DECAY = 0.999
 PROMPT_DROPOUT = 0.1
 MOST_GRADIENT = 1.0
@@ -74,7 +80,7 @@ class Trained(nn.Module):
         self.model = WanModel(sizes)
         initialize(self.model, seed)
         random = torch.Generator().manual_seed(seed + 1)
-        self.table = nn.Parameter(torch.randn(len(clips.PROMPTS) + 1, TEXT_TOKENS, sizes.text, generator=random))
+        self.table = nn.Parameter(torch.randn(len(PROMPTS) + 1, TEXT_TOKENS, sizes.text, generator=random))
 
     def forward(self, latents: Tensor, level: Tensor, kinds: Tensor) -> Tensor:
         return self.model(latents, level * TIMESTEPS, self.table[kinds])
@@ -85,6 +91,8 @@ class Data:
 
     def __init__(self, device: torch.device, tokens: int, seed: int):
         self.device, self.tokens, self.seed = device, tokens, seed
+        self.clips = Clips(device)
+        self.weights = torch.tensor([prompt.weight for prompt in PROMPTS])
 
     def batch(self, step: int) -> tuple[Size, Tensor, Tensor, Tensor, Tensor]:
         """Size, clean latents, noise, noise levels [B] and prompts [B] (the last number: no prompt)."""
@@ -92,19 +100,18 @@ class Data:
         shares = torch.tensor([size.share for size in SIZES])
         size = SIZES[int(torch.multinomial(shares, 1, generator=random))]
         count = max(1, self.tokens // size.tokens)
-        kinds = torch.randint(len(clips.PROMPTS), (count,), generator=random)
+        kinds = torch.multinomial(self.weights, count, replacement=True, generator=random)
         latents = self.latents(kinds, random, size)
         share = (torch.arange(count) + torch.rand(count, generator=random)) / count
         level = SHIFT * share / (1.0 + (SHIFT - 1.0) * share)
         dropped = torch.rand(count, generator=random) < PROMPT_DROPOUT
-        kinds = torch.where(dropped, len(clips.PROMPTS), kinds)
+        kinds = torch.where(dropped, len(PROMPTS), kinds)
         noise = self.noise(latents, int(torch.randint(2**31, (1,), generator=random)))
         return size, latents, noise, level.to(self.device), kinds.to(self.device)
 
     @torch.no_grad()
     def latents(self, kinds: Tensor, random: torch.Generator, size: Size) -> Tensor:
-        scenes = clips.draw_scenes(kinds, random, self.device)
-        return demo_latents.encode(clips.render(scenes, size.frames, size.height, size.width))
+        return demo_latents.encode(self.clips.draw(kinds, random, size.frames, size.height, size.width))
 
     def noise(self, like: Tensor, seed: int) -> Tensor:
         return torch.randn(like.shape, device=self.device, generator=torch.Generator(self.device).manual_seed(seed))
@@ -179,21 +186,25 @@ class Run:
         return loss.detach(), size
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Error of the averaged weights at fixed noise levels, on clips that training never sees."""
-        random = torch.Generator().manual_seed(2**40)
-        kinds = torch.arange(len(clips.PROMPTS)).repeat(2)
+    def validate(self) -> dict[str, dict[str, float]]:
+        """Error of the averaged weights for each of VALIDATION_KINDS, on clips that training never sees."""
+        kept = {name: value.clone() for name, value in self.trained.state_dict().items()}
+        self.trained.load_state_dict(self.average)
+        errors = {name: self.errors(torch.tensor(kinds)) for name, kinds in VALIDATION_KINDS.items()}
+        self.trained.load_state_dict(kept)
+        return errors
+
+    def errors(self, kinds: Tensor) -> dict[str, float]:
+        """Mean error at fixed noise levels on one clip for each of ``kinds``, always the same ones."""
+        random = torch.Generator().manual_seed(VALIDATION_SEED)
         size = Size(16, 128, 128, 1.0) if self.device.type == "cuda" else Size(2, 32, 32, 1.0)
         latents = self.data.latents(kinds, random, size)
         noise = self.data.noise(latents, 1)
-        kept = {name: value.clone() for name, value in self.trained.state_dict().items()}
-        self.trained.load_state_dict(self.average)
         errors = {}
         for value in VALIDATION_LEVELS:
             level = torch.full((len(kinds),), value, device=self.device)
             error = velocity_error(self.trained, latents, noise, level, kinds.to(self.device))
             errors[f"{value:g}"] = round(float(error.mean()), 5)
-        self.trained.load_state_dict(kept)
         return errors
 
     def run(self) -> None:
@@ -212,7 +223,7 @@ class Run:
             row["seconds"] = round(self.seconds + now - self.started, 1)
             row["tokens_per_s"] = round(tokens / (now - since))
             if self.step % VALIDATE_EVERY == 0 or self.progress() >= 1.0:
-                row["validation"] = self.validate()
+                row |= self.validate()
             self.write(row)
             if now - saved > self.options.save_every:
                 self.save()
@@ -230,7 +241,7 @@ class Run:
     def save(self) -> None:
         """The files of both hosts, and the state to resume from; each replaced whole."""
         weights = {name.removeprefix("model."): value for name, value in self.average.items() if name != "table"}
-        texts = tuple(prompt.text for prompt in clips.PROMPTS)
+        texts = tuple(prompt.text for prompt in PROMPTS)
         checkpoint.save(self.output / "new", self.sizes, weights, self.average["table"], texts)
         for name in (checkpoint.MODEL_FILE, checkpoint.PROMPTS_FILE):
             os.replace(self.output / "new" / name, self.output / name)
@@ -241,9 +252,14 @@ class Run:
         os.replace(self.output / "new" / "state.pt", self.output / "state.pt")
 
     def start_from(self, folder: Path) -> None:
-        """Averaged weights of an earlier training, without its optimizer."""
-        model, table, _ = checkpoint.load(folder, self.device)
-        self.trained.load_state_dict({**{f"model.{n}": v for n, v in model.state_dict().items()}, "table": table})
+        """Averaged weights of an earlier training, without its optimizer; prompts that it lacked start anew."""
+        model, known, texts = checkpoint.load(folder, self.device)
+        self.trained.model.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            self.trained.table[-1] = known[-1]
+            for place, prompt in enumerate(PROMPTS):
+                if prompt.text in texts:
+                    self.trained.table[place] = known[texts.index(prompt.text)]
         self.average = {name: value.detach().clone() for name, value in self.trained.state_dict().items()}
 
     def load(self, path: Path) -> None:
