@@ -30,14 +30,15 @@ from laboratory.renders import ClipSet, Studio, checkpoint
 from laboratory.variants import Variant, ablation_variants, long_variants, render_variants, schedule_variants
 
 RESULTS = rows.RESULTS / "fidelity.jsonl"
+LAST_12 = range(3, 15)  # words and photographs among them
 CLIPS = {
-    "renders": ClipSet(prompts=12, seeds=6),
-    "ablations": ClipSet(prompts=12, seeds=2, batch=24),
-    "schedule": ClipSet(prompts=12, seeds=1, batch=12),
-    "long": ClipSet(prompts=4, seeds=1, size=(64, 128, 128), batch=4),
-    "probes": ClipSet(prompts=12, seeds=1, batch=12),
+    "renders": ClipSet(prompts=range(15), seeds=5, batch=38),
+    "ablations": ClipSet(prompts=LAST_12, seeds=2, batch=24),
+    "schedule": ClipSet(prompts=LAST_12, seeds=1, batch=12),
+    "long": ClipSet(prompts=range(1, 15, 4), seeds=1, size=(64, 128, 128), batch=4),  # the last: a photograph
+    "probes": ClipSet(prompts=LAST_12, seeds=1, batch=12),
 }
-QUICK = {name: ClipSet(1, 2, size=(4, 64, 64), steps=2, batch=2) for name in CLIPS}
+QUICK = {name: ClipSet(range(1), 2, size=(4, 64, 64), steps=2, batch=2) for name in CLIPS}
 VARIANTS: dict[str, Callable[[], list[Variant]]] = {
     "renders": render_variants,
     "ablations": ablation_variants,
@@ -95,7 +96,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="renders,probes,long,schedule,ablations", help="kinds of jobs, in this order")
+    parser.add_argument("--only", default="probes,renders,long,schedule,ablations", help="kinds of jobs, in this order")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th job, from the i-th")
     parser.add_argument("--match", default="", help="only variants whose title holds one of these, between |")
     parser.add_argument("--again", action="store_true", help="also what has a row: the page shows the newest")

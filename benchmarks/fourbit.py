@@ -300,7 +300,7 @@ def caught_calls(queries: int, device: str) -> list[Call]:
     """Self-attention of every layer at some steps of one render of the demo's model."""
     from laboratory.renders import ClipSet, Studio
 
-    clips = ClipSet(prompts=1, seeds=1, steps=STEPS, batch=1)
+    clips = ClipSet(prompts=range(1), seeds=1, steps=STEPS, batch=1)
     calls: list[Call] = []
 
     def watch(step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -30,7 +30,7 @@ CLUSTERS = (8, 16, 32, 64, 128, 256, 512)
 COLD_ITERATIONS = (0, 1, 2, 4, 8)
 WARM_ITERATIONS = (1, 2)
 LEVELS = ((8, 8), (16, 8), (16, 16), (32, 16))  # two-level: clusters of the first, clusters in each of them
-CLIPS = ClipSet(prompts=1, seeds=1, size=(64, 128, 128), batch=1)
+CLIPS = ClipSet(prompts=range(1), seeds=1, size=(64, 128, 128), batch=1)
 STEPS = (4, 8)  # of 20: the default window begins a grouping at the first and refreshes it at the second
 DRAWN_GRID = (21, 45, 80)
 DRAWN_HEADS = 8

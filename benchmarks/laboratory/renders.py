@@ -33,17 +33,17 @@ PERTURBATION_SEED = 1_000_000
 
 @dataclass(frozen=True)
 class ClipSet:
-    """Which clips are rendered: every prompt with ``seeds`` seeds, at one size.
+    """Which clips are rendered: some prompts with ``seeds`` seeds each, at one size.
 
     Attributes:
-        prompts: how many of the model's prompts, from the first.
+        prompts: which of the model's prompts.
         seeds: how many clips of each.
         size: frames, pixel rows, pixel columns.
         steps: of the sampler.
         batch: clips rendered at once.
     """
 
-    prompts: int
+    prompts: range
     seeds: int
     size: tuple[int, int, int] = (16, 128, 128)
     steps: int = 20
@@ -51,7 +51,7 @@ class ClipSet:
 
     @property
     def clips(self) -> int:
-        return self.prompts * self.seeds
+        return len(self.prompts) * self.seeds
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -67,7 +67,7 @@ class ClipSet:
         """What a result row says of it."""
         return {
             "clips": self.clips,
-            "prompts": self.prompts,
+            "prompts": len(self.prompts),
             "size": list(self.size),
             "tokens": self.tokens,
             "steps": self.steps,
@@ -95,6 +95,8 @@ class Studio:
         return torch.cat([self._render(clips, part, variant, watch) for part in range(-(-clips.clips // clips.batch))])
 
     def _render(self, clips: ClipSet, part: int, variant: Variant | None, watch) -> Tensor:
+        if max(clips.prompts) >= len(self.texts):
+            raise ValueError(f"prompt {max(clips.prompts)} is asked for, the model knows {len(self.texts)} from 0 on")
         chosen = range(part * clips.batch, min((part + 1) * clips.batch, clips.clips))
         noise = sampling.start_noise(list(chosen), *clips.size)
         if variant is not None and variant.start_noise:
@@ -108,7 +110,7 @@ class Studio:
             latents = sampling.sample(
                 self.models[(variant or BASELINE).precision],
                 noise.to(self.device),
-                self.table[[clip % clips.prompts for clip in chosen]],
+                self.table[[clips.prompts[clip % len(clips.prompts)] for clip in chosen]],
                 self.table[-1:],
                 sampling.noise_levels(clips.steps),
                 attend_at=attend_at,

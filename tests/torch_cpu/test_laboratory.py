@@ -223,6 +223,31 @@ def test_titles_name_one_row_each():
         assert len(set(titles)) == len(titles)
 
 
+def test_clip_sets_show_new_prompts_and_about_as_many_clips_as_ever():
+    import fidelity
+
+    assert {name: clips.clips for name, clips in fidelity.CLIPS.items()} == {
+        **{"renders": 75, "ablations": 24, "schedule": 12, "long": 4, "probes": 12},
+    }
+    assert fidelity.CLIPS["renders"].prompts == range(15)
+    assert all(max(clips.prompts) >= 13 for clips in fidelity.CLIPS.values())  # a photograph
+    assert fidelity.CLIPS["ablations"].row()["prompts"] == 12
+
+
+def test_a_clip_set_takes_its_prompts_in_turn(monkeypatch):
+    from laboratory.renders import ClipSet, Studio, sampling
+
+    studio = Studio(torch.device("cpu"))
+    asked = []
+    monkeypatch.setattr(sampling, "sample", lambda model, noise, text, *rest, **more: asked.append(text) or noise)
+    clips = ClipSet(range(2, 9, 3), seeds=2, size=(1, 16, 16), batch=4)
+    assert studio.render(clips).shape == (6, 16, 1, 4, 4)
+    assert torch.equal(torch.cat(asked), studio.table[[2, 5, 8, 2, 5, 8]])
+    known = len(studio.texts)
+    with pytest.raises(ValueError, match=f"prompt {known} is asked for, the model knows {known} from 0 on"):
+        studio.render(ClipSet(range(known + 1), seeds=1, size=(1, 16, 16)))
+
+
 def test_the_gpu_emulation_interpreted_is_the_plain_torch_one():
     skip_without_triton()
     code = """
