@@ -37,7 +37,7 @@ struct Params {
   float* key_partial;                               // [BH, key_chunks, 3, D]: sum, min, max
   float* value_partial;                             // [BH, value_chunks, 2, D]; if PRECISE [BH, value_chunks], 0 or infinity
   float* key_mean;                                  // [BH, D], rotated, not normalized
-  float* block_mean;                                // [BH, NB, D]
+  float* block_mean;                                // [BH, NB, D]; not if PRECISE
   float* k_block_scale;                             // [BH, NB], relative to k_scale; only if PRECISE
   int B, H, S_q, S_kv;
   int S_q_pad, S_kv_pad;                            // whole blocks

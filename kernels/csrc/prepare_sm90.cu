@@ -6,8 +6,8 @@
 //   stats   value_stats, key_stats: sums and extremes of parts of a head, in one pass over k and v.
 //   finish  finish_key, finish_value: the parts folded in a fixed order to k_scale, v_scale and the keys' mean.
 //   write   write_key, write_value, write_query, write_means: the operands.
-// PRECISE: the attention kernel reads v itself. So value_check, which only looks for NaN and infinity, stands in for value_stats, and
-//          write_value and write_means are left out; write_key gives every block of 128 rows a scale of its own.
+// PRECISE: the attention kernel reads v itself. So value_check, which only looks for values that it cannot add up, stands in for
+//          value_stats, and write_value and write_means are left out; write_key gives every block of 128 rows a scale of its own.
 //
 // Requires sm_90a, D = 128 and inputs whose last dimension is contiguous; INPUT_FP16 and VEC as strided_sm90.cuh says.
 // Deterministic: no float atomics, every sum in a fixed order. Sequence lengths, strides and head counts are run-time values.

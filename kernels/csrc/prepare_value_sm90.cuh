@@ -1,11 +1,9 @@
 // Preparation of v: what is left of each block without its mean, as E4M3 with a scale per channel, transposed; and the means.
-// If PRECISE, the attention kernel reads v itself, and only NaN and infinity are looked for.
+// If PRECISE, the attention kernel reads v itself, and only what it cannot add up is looked for.
 #pragma once
 #include "prepare_params_sm90.cuh"
 
-// Of a pair; as bits, all of the exponents.
-constexpr u32 PAIR_INFINITIES = INPUT_FP16 ? 0x7c007c00 : 0x7f807f80;
-constexpr u32 PAIR_LOWEST_EXPONENT_BITS = INPUT_FP16 ? 0x04000400 : 0x00800080;
+constexpr u32 PAIR_INFINITIES = INPUT_FP16 ? 0x7c007c00 : 0x7f807f80;  // of a pair; as bits, all of the exponents
 
 constexpr float LARGEST_RESIDUAL = 448.f;  // in units of v_scale: the largest E4M3
 constexpr float LARGEST_MEAN = 60000.f;    // a half, with room for rounding
@@ -24,8 +22,11 @@ DEVICE void load_value_rows(u32 (&rows)[16][4], const Params& p, u32 bh, const u
 }
 
 #if PRECISE
-// One CTA: VALUE_CHUNK blocks of one head. Looks for NaN and infinity: adding its lowest bit to an exponent of ones carries into the
-// sign.
+// Added to the exponents of a pair, carries into the signs of what the attention kernel cannot add up: half NaN and infinity, bfloat16
+// from 2^81 on. 2^31 keys of probability 2^15, the largest there, times less than that stay in FP32.
+constexpr u32 PAIR_VALUE_LIMIT_CARRIES = INPUT_FP16 ? 0x04000400 : 0x18001800;
+
+// One CTA: VALUE_CHUNK blocks of one head. Looks for NaN, infinity and, in bfloat16, values too large.
 DEVICE void value_check(const Params& p, u32 cta) {
   const Part part = part_of_block(cta, p.value_chunks, p.B * p.H, p.gather_heads_first);
   const u16* v = head_of_v(p, part.bh);
@@ -37,7 +38,7 @@ DEVICE void value_check(const Params& p, u32 cta) {
 #pragma unroll
     for (int row = 0; row < 16; row++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) carry |= (rows[row][e] & PAIR_INFINITIES) + PAIR_LOWEST_EXPONENT_BITS;
+      for (int e = 0; e < 4; e++) carry |= (rows[row][e] & PAIR_INFINITIES) + PAIR_VALUE_LIMIT_CARRIES;
     }
   }
   const bool bad = __syncthreads_or(carry & PAIR_SIGNS);

@@ -136,7 +136,7 @@ def _launch(
     """Fill ``outputs``; returns the flags."""
     batch, heads, q_tokens, _ = q.shape
     flags = _empty(q.device, torch.int32, 1)
-    scratch = _scratch(sizes, q.device)
+    scratch = _scratch(sizes, q.device, precise)
     params = _Params(
         **pointers(q=q, k=k, v=v, permutation=permutation, flag=flags, **outputs),
         **scratch.addresses,
@@ -174,16 +174,14 @@ def _launch(
     return flags
 
 
-def _scratch(sizes: _Sizes, device) -> Scratch:
+def _scratch(sizes: _Sizes, device, precise: bool) -> Scratch:
     rows = 4 * HEAD_DIM * sizes.rows
-    return Scratch(
-        device,
-        k_scale=4 * sizes.rows,
-        key_partial=rows * sizes.key_chunks * 3,
-        value_partial=rows * sizes.value_chunks * 2,
-        key_mean=rows,
-        block_mean=rows * sizes.blocks,
-    )
+    if precise:
+        of_values = {"value_partial": 4 * sizes.rows * sizes.value_chunks}
+    else:
+        of_values = {"value_partial": rows * sizes.value_chunks * 2, "block_mean": rows * sizes.blocks}
+    keys = {"k_scale": 4 * sizes.rows, "key_partial": rows * sizes.key_chunks * 3, "key_mean": rows}
+    return Scratch(device, **keys, **of_values)
 
 
 def _write_blocks(sizes: _Sizes, precise: bool) -> int:

@@ -19,6 +19,8 @@ from .hopper import HEAD_DIM, constant, pad_rows, per_token, quantize_queries, r
 
 Q_SCALE_MIN = 2.0**-10
 K_SCALE_MIN = 2.0**-10  # of the head's scale; a block of zeros needs one, too
+# Magnitudes of v from here on are declined: 2^31 keys of probability 2^15, the kernel's largest, would leave float32.
+VALUE_LIMIT = {torch.bfloat16: 2.0**81, torch.float16: float("inf")}
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class PreciseOperands:
         k8: int8 [BH, S_kv_pad, D]: rotated k without its mean over tokens, one scale per block.
         k_block_scale: float32 [BH, NB]: scale of each key block relative to the head's, 2^-10..1.
         v: [B, H, S_kv, D], bf16 or fp16.
-        flags: int32 [1]: 1 where some q, k or v is not finite.
+        flags: int32 [1]: 1 where some q, k or v is not finite, or v reaches VALUE_LIMIT.
     """
 
     q8: Tensor

@@ -10,7 +10,7 @@ from vc_attention.attend.precise import attend_precise
 from vc_attention.attend.precise_cuda import attend_precise_cuda
 from vc_attention.errors import UnsupportedCall
 from vc_attention.quantize.cuda import prepare_precise
-from vc_attention.quantize.precise import precise_operands
+from vc_attention.quantize.precise import VALUE_LIMIT, precise_operands
 from vc_attention.testing import clustered_qkv, quantization_error, relative_l2
 
 pytestmark = pytest.mark.gpu
@@ -104,11 +104,22 @@ def test_a_number_that_is_not_finite_is_declined(dtype, which, bad, place):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_values_are_finite(dtype):
+def test_the_largest_values_make_finite_outputs(dtype):
     q, k, v = inputs(1, 2, 200, 1300, dtype)
-    v[0, 1, 5, 3] = torch.finfo(dtype).max
-    v[0, 0, 1299, 127] = torch.finfo(dtype).min
-    assert int(prepare_precise(q, k, v, scale=SCALE).flags[0]) & 1 == 0
+    largest = min(torch.finfo(dtype).max, VALUE_LIMIT[dtype] * (1 - torch.finfo(dtype).eps / 2))
+    v[:] = largest
+    v[0, 0, 1299, 127] = -largest
+    out = attention(q, k, v, mode=PRECISE, implementation="cuda").float()
+    assert out.isfinite().all()
+    assert (out[0, 1] / largest - 1).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_larger_values_are_declined(sign):
+    q, k, v = inputs(1, 2, 200, 1300)
+    v[0, 0, 1299, 127] = sign * VALUE_LIMIT[torch.bfloat16]
+    with pytest.raises(UnsupportedCall):
+        attention(q, k, v, mode=PRECISE, implementation="cuda")
 
 
 # The kernel
@@ -216,6 +227,18 @@ def test_one_head_of_values_for_all():
     v = v[:, :1].expand_as(v)
     operands = precise_operands(q, k, v, scale=SCALE)
     assert torch.equal(ran(operands, q), ran(dataclasses.replace(operands, v=v.contiguous()), q))
+
+
+@pytest.mark.parametrize("axis", ["batch", "head", "token"])
+def test_strides_beyond_two_to_the_31(axis, far_apart):
+    q, k, v = inputs(2, 2, 300, 300, torch.float16)
+    expected = prepare_precise(q, k, v, scale=SCALE)
+    *far, out = far_apart(axis, q, k, v, torch.full_like(q, float("nan")))
+    made = prepare_precise(*far, scale=SCALE)
+    for name in ("q8", "q_scale", "k8", "k_block_scale", "flags"):
+        assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    attend_precise_cuda(made, out)
+    assert torch.equal(out, ran(expected, q))
 
 
 def test_repeats_give_the_same_bits():
