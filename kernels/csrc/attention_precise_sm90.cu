@@ -3,11 +3,7 @@
 // Semantics. Per (batch, head): out[i] = sum_t p[i,t] v[t] / sum_t e[i,t], with e[i,t] = 2^(score - reference of the row) in FP32 and
 // p its half or bfloat16, whichever v has. Keys past s_kv have probability exactly 0, query rows past s_q are never written.
 //
-// One block: 128 query rows of one head, all keys. Two blocks of a cluster (neighbouring query tiles) share the loads of K and V.
-//   warpgroup 0: producer, one thread issues TMA.  Warpgroups 1 and 2: 64 query rows each.
-// Grid: (query tiles rounded up to CLUSTER, batch * heads). Run-time sizes are scalar for a block.
-//
-// What limits it is not the tensor cores but the instructions beside them, so a score costs three and a half of those: a multiply-add,
+// Blocks, clusters and grid: attention_tiles_sm90.cuh. What limits it is not the tensor cores but the instructions beside them, so a score costs three and a half of those: a multiply-add,
 // an exponential, an addition to the row's sum and half a conversion. There is no conversion of scores to float, because they are
 // floats (see MAGIC), and no maximum of a tile, because row sums tell when one is due (see softmax).
 //
@@ -19,18 +15,12 @@
 // attend/precise.py.
 //
 // Switch: -DOUT_HALF=1 takes half for probabilities, values and output instead of bfloat16.
-#include "common_sm90.cuh"
+#include "attention_tiles_sm90.cuh"
 
 #ifndef OUT_HALF
 #define OUT_HALF 0
 #endif
 
-constexpr int HEAD_DIM = 128;
-constexpr int BLOCK_Q = 128;
-constexpr int BLOCK_KV = 128;
-constexpr int STAGES = 4;
-constexpr int CLUSTER = 2;
-constexpr int THREADS = 384;
 constexpr int SHARED_BYTES = 210 * 1024;  // attend/precise_cuda.py reserves this
 
 // Scores are accumulated on top of these bits, those of the float 1.5 * 2^23: up to 2^22 away the bits of an integer are then those of
@@ -44,30 +34,22 @@ constexpr u32 PADDING_SCORE = 0xFF000000;  // the float -1.7e38, and as an integ
 constexpr float TOP = 4.f;
 constexpr float SUM_LIMIT = 32768.f;
 
-constexpr int K_BYTES = BLOCK_KV * HEAD_DIM;
 constexpr int V_BYTES = BLOCK_KV * HEAD_DIM * 2;
 
-// Stage t holds one pair {K tile p, V tile p - 1} with p % STAGES == t: what one step of a consumer needs.
 struct Smem {
   static constexpr int K = 0;
   static constexpr int V = K + STAGES * K_BYTES;
   static constexpr int Q = V + STAGES * V_BYTES;
-  static constexpr int BARRIERS = Q + BLOCK_Q * HEAD_DIM;
-  static constexpr int BYTES = BARRIERS + 8 * (2 * STAGES + 1);
+  static constexpr int BARRIERS = Q + Q_BYTES;
+  static constexpr int BYTES = BARRIERS + 8 * (StageBarriers::COUNT + 1);
 };
 static_assert(Smem::BYTES + 1023 <= SHARED_BYTES, "tiles and barriers, and the way to an address that is a multiple of 1024");
 
-struct Barriers {
-  u32 base_smem;
-  DEVICE u32 full(int stage) const { return base_smem + 8 * stage; }
-  DEVICE u32 empty(int stage) const { return base_smem + 8 * (STAGES + stage); }
-  DEVICE u32 q_full() const { return base_smem + 8 * (2 * STAGES); }
+struct Barriers : StageBarriers {
+  DEVICE u32 q_full() const { return base_smem + 8 * COUNT; }
 
   DEVICE void init() const {
-    for (int s = 0; s < STAGES; s++) {
-      mbarrier_init(full(s), 1);
-      mbarrier_init(empty(s), 2 * CLUSTER);  // both consumer warpgroups of every block that the stage's halves go to
-    }
+    init_stages();
     mbarrier_init(q_full(), 1);
     fence_mbarrier_init();
   }
@@ -92,18 +74,14 @@ struct Maps {
 DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_tile, int batch, int head, int heads, int tiles) {
   const int rank = cluster_rank(), bh = batch * heads + head;
   const u16 everyone = (1 << CLUSTER) - 1;
-  mbarrier_expect_bytes(barriers.q_full(), BLOCK_Q * HEAD_DIM);
-  for (int half = 0; half < 2; half++)
-    tma_load_3d(shared_smem + Smem::Q + half * 64 * HEAD_DIM, maps.q, 0, q_tile * BLOCK_Q + half * 64, bh, barriers.q_full());
+  load_query_tile(shared_smem + Smem::Q, maps.q, q_tile, bh, barriers.q_full());
 
   Stage stage{0, 1};
   for (int pair = 0; pair <= tiles; pair++) {
     const u32 full = barriers.full(stage.index);
     mbarrier_wait(barriers.empty(stage.index), stage.parity);
     mbarrier_expect_bytes(full, (pair < tiles ? K_BYTES : 0) + (pair > 0 ? V_BYTES : 0));
-    if (pair < tiles)
-      tma_load_3d_multicast(shared_smem + Smem::K + stage.index * K_BYTES + rank * (K_BYTES / CLUSTER), maps.k, 0,
-                            pair * BLOCK_KV + rank * (BLOCK_KV / CLUSTER), bh, full, everyone);
+    if (pair < tiles) load_key_tile(shared_smem + Smem::K + stage.index * K_BYTES, maps.k, pair, bh, rank, full);
     if (pair > 0)
       tma_load_4d_multicast(shared_smem + Smem::V + stage.index * V_BYTES + rank * (V_BYTES / CLUSTER), maps.v,
                             rank * (HEAD_DIM / CLUSTER), (pair - 1) * BLOCK_KV, head, batch, full, everyone);
@@ -130,9 +108,7 @@ attention_precise_fwd_kernel(const __grid_constant__ TensorMap q_map, const __gr
                              u16* __restrict__ out_gmem,  // [B, H, s_q, 128], strides in elements, last one 1, the others even
                              i64 out_stride_b, i64 out_stride_h, i64 out_stride_s, int s_q, int s_q_pad, int s_kv, int heads) {
   extern __shared__ char shared[];
-  // Swizzled tiles start at multiples of 1024.
-  char* base = reinterpret_cast<char*>((reinterpret_cast<u64>(shared) + 1023) & ~1023ull);
-  const u32 base_smem = smem_address(base);
+  const u32 base_smem = smem_address(first_tile(shared));
   const Barriers barriers{base_smem + Smem::BARRIERS};
   const int q_tile = blockIdx.x, bh = blockIdx.y;
   const int tiles = (s_kv + BLOCK_KV - 1) / BLOCK_KV;
@@ -151,10 +127,6 @@ attention_precise_fwd_kernel(const __grid_constant__ TensorMap q_map, const __gr
     const int consumer = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;  // the shuffle tells the compiler that it is uniform
     // What follows from the thread's number is computed where it is used: over the loop it would cost registers.
     auto column = []() { return static_cast<int>(2 * (thread_index() & 3)); };
-    auto first_row = [&]() {  // the thread's rows are this and + 8
-      const int index = static_cast<int>(thread_index()) - 128;
-      return q_tile * BLOCK_Q + index / 32 * 16 + index % 32 / 4;
-    };
 
     u32 q_rmem[16];                // A fragments of Q K^T
     u32 scores[64];                // MAGIC + s32, of the tile whose probabilities are made next
@@ -169,7 +141,7 @@ attention_precise_fwd_kernel(const __grid_constant__ TensorMap q_map, const __gr
     for (int i = 0; i < 64; i++) output[i] = 0.f;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = first_row() + 8 * r;
+      const int row = first_query_row(q_tile) + 8 * r;
       octaves[r] = (row < s_q ? q_scale_gmem[static_cast<i64>(bh) * s_q_pad + row] : 1.f) * (1.f / 2048.f);
       reference[r] = __int_as_float(0xff800000);  // minus infinity
     }
@@ -182,13 +154,7 @@ attention_precise_fwd_kernel(const __grid_constant__ TensorMap q_map, const __gr
       for (int i = 0; i < 64; i++) scores[i] = MAGIC;
       pin(scores);
     };
-    auto issue_qk = [&](int stage) {
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        wgmma_m64n128k32_s8(scores, q_rmem[4 * k], q_rmem[4 * k + 1], q_rmem[4 * k + 2], q_rmem[4 * k + 3],
-                            k_descriptor + static_cast<u64>(stage * (K_BYTES / 16) + 2 * k), 1);
-      wgmma_commit();
-    };
+    auto issue_qk = [&](int stage) { issue_query_key(scores, q_rmem, k_descriptor, stage, true); };
     auto issue_pv = [&](const u32 (&p)[32], int stage) {
 #pragma unroll
       for (int k = 0; k < 8; k++)
@@ -201,7 +167,6 @@ attention_precise_fwd_kernel(const __grid_constant__ TensorMap q_map, const __gr
       if (block < CLUSTER) mbarrier_arrive_cluster(barriers.empty(stage), block);
     };
 
-    // scores[i] of a thread: query row (i & 2 ? +8 : +0), key 8 * (i / 4) + 2 * (lane % 4) + (i & 1).
     auto mask_padding = [&](int first_key) {
       const int keys = s_kv - first_key - column();
 #pragma unroll
@@ -268,7 +233,7 @@ attention_precise_fwd_kernel(const __grid_constant__ TensorMap q_map, const __gr
     Stage stage{0, 0};
     const float* k_scales = k_scale_gmem + static_cast<i64>(bh) * tiles;
     mbarrier_wait(barriers.q_full(), 0);
-    load_query_fragments(q_rmem, base_smem + Smem::Q + consumer * 64 * HEAD_DIM, first_row() % 64, column());
+    load_query_fragments(q_rmem, base_smem + Smem::Q + consumer * 64 * HEAD_DIM, first_query_row(q_tile) % 64, column());
     mbarrier_wait(barriers.full(0), 0);
     start_scores();
     wgmma_fence();
@@ -343,7 +308,7 @@ attention_precise_fwd_kernel(const __grid_constant__ TensorMap q_map, const __gr
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float inverse = 1.f / sum_over_row(row_sum[r]);
-      const int row = first_row() + 8 * r;
+      const int row = first_query_row(q_tile) + 8 * r;
       if (row < s_q) {
         u16* out_row = out + row * out_stride_s + column();
 #pragma unroll

@@ -6,11 +6,9 @@
 // is the probability (ExpCast): p = 2^((code - 56) / 8), up to 7 %. Keys past s_kv have probability exactly 0, whatever the
 // operands hold there except NaN bytes in v8; query rows past s_q are never written.
 //
-// One block: 128 query rows of one head, all keys. Two blocks of a cluster (neighbouring query tiles) share the loads of K and V.
-//   warpgroup 0: producer, one thread issues TMA.  Warpgroups 1 and 2: 64 query rows each, alternating on the tensor cores.
+// Blocks, clusters and grid: attention_tiles_sm90.cuh. The consumers alternate on the tensor cores.
 // q stays in registers: from shared memory it would be a third of the bytes that Q K^T reads, and power is what limits this kernel.
 // The room for it is the flushed output's, which lies in shared memory and is touched every GROUP tiles only.
-// Grid: (query tiles rounded up to CLUSTER, batch * heads). Run-time sizes are scalar for a block.
 //
 // Requires sm_90a, 384 threads, SHARED_BYTES of dynamic shared memory, and these tensor maps (x, y, z), zero outside:
 //   q_map      q8    [BH, s_q, 128]  INT8          box 128 x 64,            128-byte swizzle
@@ -25,7 +23,7 @@
 //
 // Switches: -DMEANS=0 leaves the means out, -DEXPCAST=0 takes an exponential and a cast in place of ExpCast, -DOUT_HALF=1 writes
 // half instead of bfloat16.
-#include "common_sm90.cuh"
+#include "attention_tiles_sm90.cuh"
 
 #ifndef MEANS
 #define MEANS 1
@@ -37,13 +35,7 @@
 #define EXPCAST 1
 #endif
 
-constexpr int HEAD_DIM = 128;
-constexpr int BLOCK_Q = 128;
-constexpr int BLOCK_KV = 128;
-constexpr int STAGES = 4;                 // also the tiles between two collections of row sums
-constexpr int CLUSTER = 2;                // 4 leaves SMs idle: GPCs do not divide by it
 constexpr int GROUP = 16;                 // tiles accumulated in the tensor cores between two flushes = slots of one mean product
-constexpr int THREADS = 384;
 constexpr int CONSUMERS = 256;
 constexpr int SHARED_BYTES = 190 * 1024;  // attend/cuda.py reserves this
 
@@ -61,37 +53,29 @@ constexpr int NO_MAX_YET = 20000;                // above every offset (at most 
 constexpr u32 PADDING_SCORE = static_cast<u32>(-16384 * 256);
 static_assert(-16384 + 8934 < 0 && -16384 - 8063 >= -32768, "a padding key has code 0");
 
-constexpr int K_BYTES = BLOCK_KV * HEAD_DIM;
 constexpr int SUM_ROWS_BYTES = 8 * BLOCK_KV;  // eight more rows behind V, see fill_sum_rows
 constexpr int V_BYTES = HEAD_DIM * BLOCK_KV + SUM_ROWS_BYTES;
 constexpr int MEANS_BYTES = HEAD_DIM * GROUP * 2;
 
-// Stage t holds one pair {K tile p, V tile p - 1} with p % STAGES == t: what one step of a consumer needs.
 struct Smem {
   static constexpr int K = 0;
   static constexpr int V = K + STAGES * K_BYTES;
   static constexpr int MEAN = V + STAGES * V_BYTES;
   static constexpr int Q = MEAN + 2 * MEANS_BYTES;
-  static constexpr int OUT = Q + BLOCK_Q * HEAD_DIM;
+  static constexpr int OUT = Q + Q_BYTES;
   static constexpr int BARRIERS = OUT + BLOCK_Q * HEAD_DIM * 2;
-  static constexpr int BYTES = BARRIERS + 8 * (2 * STAGES + 5);
+  static constexpr int BYTES = BARRIERS + 8 * (StageBarriers::COUNT + 5);
 };
 static_assert(Smem::BYTES + 1023 <= SHARED_BYTES, "tiles and barriers, and the way to an address that is a multiple of 1024");
 static_assert(V_BYTES % 1024 == 0, "128-byte swizzle repeats every 1024 bytes");
 
-struct Barriers {
-  u32 base_smem;
-  DEVICE u32 full(int stage) const { return base_smem + 8 * stage; }
-  DEVICE u32 empty(int stage) const { return base_smem + 8 * (STAGES + stage); }
-  DEVICE u32 means_full(int buffer) const { return base_smem + 8 * (2 * STAGES + buffer); }
-  DEVICE u32 means_empty(int buffer) const { return base_smem + 8 * (2 * STAGES + 2 + buffer); }
-  DEVICE u32 q_full() const { return base_smem + 8 * (2 * STAGES + 4); }
+struct Barriers : StageBarriers {
+  DEVICE u32 means_full(int buffer) const { return base_smem + 8 * (COUNT + buffer); }
+  DEVICE u32 means_empty(int buffer) const { return base_smem + 8 * (COUNT + 2 + buffer); }
+  DEVICE u32 q_full() const { return base_smem + 8 * (COUNT + 4); }
 
   DEVICE void init() const {
-    for (int s = 0; s < STAGES; s++) {
-      mbarrier_init(full(s), 1);
-      mbarrier_init(empty(s), 2 * CLUSTER);  // both consumer warpgroups of every block that the stage's halves go to
-    }
+    init_stages();
     for (int i = 0; i < 2; i++) {
       mbarrier_init(means_full(i), 1);
       mbarrier_init(means_empty(i), 2);
@@ -100,6 +84,8 @@ struct Barriers {
     fence_mbarrier_init();
   }
 };
+
+static_assert(STAGES == 4, "row sums are collected once around the ring");
 
 // Row sums come from the tensor cores: the eight rows behind V make P V give them in columns 128..135. Behind the tile that is
 // number i of four, rows 2i and 2i + 1 are ones and the others zeros. So over four tiles the thread with lane % 4 == i collects the
@@ -122,9 +108,7 @@ struct Maps {
 DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_tile, int bh, int tiles) {
   const u32 rank = cluster_rank();
   const u16 everyone = (1 << CLUSTER) - 1;
-  mbarrier_expect_bytes(barriers.q_full(), BLOCK_Q * HEAD_DIM);
-  for (int half = 0; half < 2; half++)
-    tma_load_3d(shared_smem + Smem::Q + half * 64 * HEAD_DIM, maps.q, 0, q_tile * BLOCK_Q + half * 64, bh, barriers.q_full());
+  load_query_tile(shared_smem + Smem::Q, maps.q, q_tile, bh, barriers.q_full());
 
   int group = 0;
   auto load_means = [&]() {
@@ -139,9 +123,7 @@ DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_
   for (int pair = 0; pair <= tiles; pair++) {
     mbarrier_wait(barriers.empty(stage), parity);
     mbarrier_expect_bytes(barriers.full(stage), (pair < tiles ? K_BYTES : 0) + (pair > 0 ? HEAD_DIM * BLOCK_KV : 0));
-    if (pair < tiles)
-      tma_load_3d_multicast(shared_smem + Smem::K + stage * K_BYTES + rank * (K_BYTES / CLUSTER), maps.k, 0,
-                            pair * BLOCK_KV + rank * (BLOCK_KV / CLUSTER), bh, barriers.full(stage), everyone);
+    if (pair < tiles) load_key_tile(shared_smem + Smem::K + stage * K_BYTES, maps.k, pair, bh, rank, barriers.full(stage));
     if (pair > 0)
       tma_load_3d_multicast(shared_smem + Smem::V + stage * V_BYTES + rank * (HEAD_DIM * BLOCK_KV / CLUSTER), maps.v,
                             (pair - 1) * BLOCK_KV, rank * (HEAD_DIM / CLUSTER), bh, barriers.full(stage), everyone);
@@ -187,7 +169,6 @@ DEVICE u32 four_probabilities(const u32 (&units)[8], const u32 (&)[8], int first
 }
 #endif
 
-// scores[i] of a thread: query row (i & 2 ? +8 : +0), key 8 * (i / 4) + 2 * (lane % 4) + (i & 1).
 // Writes the probabilities' bytes, ready as A fragments of P V; returns the largest codes as packed half.
 DEVICE u32 scores_to_codes(u32 (&codes_rmem)[16], const u32 (&scores_rmem)[64], const RowCodes (&rows)[2]) {
   u32 largest[4];
@@ -223,8 +204,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
                      u16* __restrict__ out_gmem,              // [B, H, s_q, 128], strides in elements, last one 1, the others even
                      i64 out_stride_b, i64 out_stride_h, i64 out_stride_s, int s_q, int s_q_pad, int s_kv, int heads) {
   extern __shared__ char shared[];
-  // Swizzled tiles start at multiples of 1024.
-  char* base = reinterpret_cast<char*>((reinterpret_cast<u64>(shared) + 1023) & ~1023ull);
+  char* base = first_tile(shared);
   const u32 base_smem = smem_address(base);
   const Barriers barriers{base_smem + Smem::BARRIERS};
   const int q_tile = blockIdx.x, bh = blockIdx.y;
@@ -244,11 +224,6 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     registers_grow_to<240>();
     const int consumer = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;  // the shuffle tells the compiler that it is uniform
     const int thread = threadIdx.x & 127, column = 2 * (threadIdx.x & 3);
-    // The thread's rows are this and + 8. Computed where it is used: over the loop it would cost a register too many.
-    auto first_row = [&]() {
-      const int index = static_cast<int>(thread_index()) - 128;
-      return q_tile * BLOCK_Q + index / 32 * 16 + index % 32 / 4;
-    };
 
     u32 q_rmem[16];                     // A fragments of Q K^T
     u32 scores[64];                     // s32, of the tile whose codes are made next
@@ -270,7 +245,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     RowCodes rows[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = first_row() + 8 * r;
+      const int row = first_query_row(q_tile) + 8 * r;
       const float scale = row < s_q ? q_scale_gmem[static_cast<i64>(bh) * s_q_pad + row] : 1.f;
       const float max_u = ceilf(MAX_CODE / scale);
       rows[r].scale = broadcast_half(scale);
@@ -288,13 +263,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
 #pragma unroll
       for (int i = 0; i < 64; i++) scores[i] = 8 * (i / 4) + (i & 1) < keys ? 0u : PADDING_SCORE;
     };
-    auto issue_qk = [&](int stage, bool started) {
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        wgmma_m64n128k32_s8(scores, q_rmem[4 * k], q_rmem[4 * k + 1], q_rmem[4 * k + 2], q_rmem[4 * k + 3],
-                            k_descriptor + static_cast<u64>(stage * (K_BYTES / 16) + 2 * k), k > 0 || started);
-      wgmma_commit();
-    };
+    auto issue_qk = [&](int stage, bool started) { issue_query_key(scores, q_rmem, k_descriptor, stage, started); };
     auto issue_pv = [&](const u32 (&codes)[16], int stage, bool accumulate) {
 #pragma unroll
       for (int k = 0; k < 4; k++)
@@ -434,7 +403,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     mbarrier_wait(barriers.q_full(), 0);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      const int row = first_row() % 64 + 8 * (i & 1), byte = i / 4 * 32 + (i & 2) * 8 + 2 * column;
+      const int row = first_query_row(q_tile) % 64 + 8 * (i & 1), byte = i / 4 * 32 + (i & 2) * 8 + 2 * column;
       const u32 tile_smem = base_smem + Smem::Q + consumer * 64 * HEAD_DIM;
       q_rmem[i] = shared_load<u32>(tile_smem + row * HEAD_DIM + ((byte / 16) ^ (row & 7)) * 16 + byte % 16);
     }
@@ -580,7 +549,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float factor = out_factor[r] / sum_over_row(row_sum[r]);
-      const int row = first_row() + 8 * r;
+      const int row = first_query_row(q_tile) + 8 * r;
       if (row < s_q) {
         u16* out_row = out + row * out_stride_s + column;
 #pragma unroll

@@ -81,6 +81,25 @@ DEVICE void subtract_mean(RotatedRows& x, const float* mean) {
   }
 }
 
+// What one CTA of write_key reads: WRITE_ROWS rows of one head, past the end the last one.
+struct KeyRows {
+  Part part;
+  int last, end;     // the last real row of the head; behind the last of the CTA
+  const u16* k;      // at the thread's channels, like `mean`
+  const int* order;  // or null
+  const float* mean;
+};
+
+DEVICE KeyRows key_rows(const Params& p, u32 cta, u32 lane) {
+  const Part part = part_of_block(cta, ceil_div(p.S_kv_pad, WRITE_ROWS), p.B * p.H, p.gather_heads_first);
+  return {part,
+          p.S_kv - 1,
+          min(static_cast<int>(part.index + 1) * WRITE_ROWS, p.S_kv_pad),
+          head_of_k(p, part.bh) + 8 * lane,
+          order_of(p, part.bh),
+          p.key_mean + part.bh * HEAD_DIM + 8 * lane};
+}
+
 // The thread's rows of k8, `first` and `first` + 8; those behind `last` are padding.
 DEVICE void store_key_codes(const Params& p, u32 bh, int first, int last, const RotatedRows& x, float multiplier) {
 #pragma unroll
@@ -113,28 +132,23 @@ DEVICE float largest_of_cta(float x) {
 // after the first.
 DEVICE void write_key(const Params& p, u32 cta) {
   const int quad = quad_id();
-  const u32 lane = quad_lane();
-  const Part part = part_of_block(cta, ceil_div(p.S_kv_pad, WRITE_ROWS), p.B * p.H, p.gather_heads_first);
-  const int last = p.S_kv - 1, end = min(static_cast<int>(part.index + 1) * WRITE_ROWS, p.S_kv_pad);
-  const u16* k = head_of_k(p, part.bh) + 8 * lane;
-  const int* order = order_of(p, part.bh);
-  const float* mean = p.key_mean + part.bh * HEAD_DIM + 8 * lane;
-  const float head_scale = p.k_scale[part.bh];
+  const KeyRows rows = key_rows(p, cta, quad_lane());
+  const float head_scale = p.k_scale[rows.part.bh];
   const u32 signs = row_signs();
   auto load_rotated = [&](RotatedRows& x, int first) {  // rows `first` and `first` + 8; past the end the last one
-    int source_0 = min(first, last), source_1 = min(first + 8, last);
-    if (order) {
-      source_0 = order[source_0];
-      source_1 = order[source_1];
+    int source_0 = min(first, rows.last), source_1 = min(first + 8, rows.last);
+    if (rows.order) {
+      source_0 = rows.order[source_0];
+      source_1 = rows.order[source_1];
     }
     RowTile tile;
-    load_tile(tile, k + static_cast<i64>(source_0) * p.k_s, k + static_cast<i64>(source_1) * p.k_s);
+    load_tile(tile, rows.k + static_cast<i64>(source_0) * p.k_s, rows.k + static_cast<i64>(source_1) * p.k_s);
     multiply_signs(x, tile, signs);
     butterflies(x);
-    subtract_mean(x, mean);
+    subtract_mean(x, rows.mean);
   };
 #pragma unroll 1
-  for (int block = part.index * (WRITE_ROWS / BLOCK); block * BLOCK < end; block++) {
+  for (int block = rows.part.index * (WRITE_ROWS / BLOCK); block * BLOCK < rows.end; block++) {
     const int begin = block * BLOCK + warp_id() * 16 + quad;
     float largest = 0.f;
 #pragma unroll 1
@@ -144,12 +158,12 @@ DEVICE void write_key(const Params& p, u32 cta) {
       update_largest(largest, x);
     }
     const float scale = fmaxf(largest_of_cta(largest) * INV_SQRT_D / LARGEST_CODE, K_SCALE_MIN * head_scale);
-    if (threadIdx.x == 0) p.k_block_scale[part.bh * p.NB + block] = scale / head_scale;
+    if (threadIdx.x == 0) p.k_block_scale[rows.part.bh * p.NB + block] = scale / head_scale;
 #pragma unroll 1
     for (int first = begin; first < (block + 1) * BLOCK; first += ROWS_PER_STEP) {
       RotatedRows x;
       load_rotated(x, first);
-      store_key_codes(p, part.bh, first, last, x, INV_SQRT_D / scale);
+      store_key_codes(p, rows.part.bh, first, rows.last, x, INV_SQRT_D / scale);
     }
   }
 }
@@ -157,40 +171,35 @@ DEVICE void write_key(const Params& p, u32 cta) {
 // One CTA: WRITE_ROWS rows of one head, a warp 16 at a time. It reads two steps ahead which rows they are, one step ahead the rows.
 DEVICE void write_key(const Params& p, u32 cta) {
   const int quad = quad_id();
-  const u32 lane = quad_lane();
-  const Part part = part_of_block(cta, ceil_div(p.S_kv_pad, WRITE_ROWS), p.B * p.H, p.gather_heads_first);
-  const int last = p.S_kv - 1, end = min(static_cast<int>(part.index + 1) * WRITE_ROWS, p.S_kv_pad);
-  const u16* k = head_of_k(p, part.bh) + 8 * lane;
-  const int* order = order_of(p, part.bh);
-  const float* mean = p.key_mean + part.bh * HEAD_DIM + 8 * lane;
-  const float multiplier = INV_SQRT_D / p.k_scale[part.bh];
+  const KeyRows rows = key_rows(p, cta, quad_lane());
+  const float multiplier = INV_SQRT_D / p.k_scale[rows.part.bh];
   const u32 signs = row_signs();
   int source_0, source_1;
   auto find_sources = [&](int first) {  // of rows `first` and `first` + 8; past the end the last one
-    source_0 = min(first, last);
-    source_1 = min(first + 8, last);
-    if (order) {
-      source_0 = order[source_0];
-      source_1 = order[source_1];
+    source_0 = min(first, rows.last);
+    source_1 = min(first + 8, rows.last);
+    if (rows.order) {
+      source_0 = rows.order[source_0];
+      source_1 = rows.order[source_1];
     }
   };
   RowTile tile;
   auto fetch = [&]() {
-    load_tile(tile, k + static_cast<i64>(source_0) * p.k_s, k + static_cast<i64>(source_1) * p.k_s);
+    load_tile(tile, rows.k + static_cast<i64>(source_0) * p.k_s, rows.k + static_cast<i64>(source_1) * p.k_s);
   };
-  int first = part.index * WRITE_ROWS + warp_id() * 16 + quad;
+  int first = rows.part.index * WRITE_ROWS + warp_id() * 16 + quad;
   find_sources(first);
-  if (first - quad < end) fetch();
+  if (first - quad < rows.end) fetch();
   find_sources(first + ROWS_PER_STEP);
 #pragma unroll 1
-  for (; first - quad < end; first += ROWS_PER_STEP) {
+  for (; first - quad < rows.end; first += ROWS_PER_STEP) {
     RotatedRows x;
     multiply_signs(x, tile, signs);
-    if (first - quad + ROWS_PER_STEP < end) fetch();
+    if (first - quad + ROWS_PER_STEP < rows.end) fetch();
     find_sources(first + 2 * ROWS_PER_STEP);
     butterflies(x);
-    subtract_mean(x, mean);
-    store_key_codes(p, part.bh, first, last, x, multiplier);
+    subtract_mean(x, rows.mean);
+    store_key_codes(p, rows.part.bh, first, rows.last, x, multiplier);
   }
 }
 #endif

@@ -245,12 +245,12 @@ def test_constants_are_those_of_the_sources():
     sizes = ("HEAD_DIM", "BLOCK", "KEY_CHUNK", "VALUE_CHUNK", "WRITE_ROWS", "VALUE_BLOCKS", "MEANS_GROUP")
     for name in (*sizes, "THREADS", "FINISH_THREADS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", prepare)[1]) == getattr(prepare_host, name)
-    attention = attend_host.SOURCE.read_text()
+    attention = text_of(attend_host.build(torch.bfloat16, True))
     for name in ("CLUSTER", "THREADS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", attention)[1]) == getattr(attend_host, name)
     kilobytes = int(re.search(r"constexpr int SHARED_BYTES = (\d+) \* 1024;", attention)[1])
     assert kilobytes * 1024 == attend_host.SHARED_BYTES
-    precise = precise_host.SOURCE.read_text()
+    precise = text_of(precise_host.build(torch.bfloat16))
     for name in ("CLUSTER", "THREADS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", precise)[1]) == getattr(attend_host, name)
     kilobytes = int(re.search(r"constexpr int SHARED_BYTES = (\d+) \* 1024;", precise)[1])
@@ -263,6 +263,10 @@ def test_constants_are_those_of_the_sources():
     for name in ("Q_SCALE_MIN", "K_SCALE_MIN"):
         exponent = re.search(rf"constexpr float {name} = (?:PRECISE \? )?0x1p-(\d+)f", prepare)[1]
         assert 2.0 ** -int(exponent) == getattr(precise_operands, name)
+    carries = re.search(r"PAIR_VALUE_LIMIT_CARRIES = INPUT_FP16 \? 0x(\w{4})\1 : 0x(\w{4})\2;", prepare)
+    for dtype, carry in zip((torch.float16, torch.bfloat16), carries.groups(), strict=True):
+        smallest_declined = torch.tensor(0x8000 - int(carry, 16), dtype=torch.int16).view(dtype)
+        assert smallest_declined.item() == precise_operands.VALUE_LIMIT[dtype]
     group = group_host.SOURCE.read_text()
     for name in ("SEGMENT", "MOST_CLUSTERS", "WARPS", "SCATTER_WARPS", "PRODUCT_CLUSTERS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", group)[1]) == getattr(group_host, name)
