@@ -1,6 +1,6 @@
 """The demo's video model: a Wan transformer of 7 million weights, trained by ``training/train.py``.
 
-It renders twelve kinds of short clips. ComfyUI loads its file as it is; here it becomes a diffusers model.
+It renders fifteen kinds of short clips. ComfyUI loads its file as it is; here it becomes a diffusers model.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class VCAttentionDemoModel(io.ComfyNode):
             category=CATEGORY,
             description=(
                 "Loads the small Wan model that comes with this pack: 7 million weights, trained by the project on "
-                "drawn clips. It knows only the prompts of VC Attention Demo Prompt."
+                "drawn clips and photographs. It knows only the prompts of VC Attention Demo Prompt."
             ),
             inputs=[],
             outputs=[io.Model.Output("model", display_name="model")],

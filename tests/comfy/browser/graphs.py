@@ -599,7 +599,7 @@ def tiny() -> dict:
     about = (
         "## A tiny video model with VC Attention\n\n"
         "Queue it: nothing has to be fetched. The model (7 million weights, 14 MB) lies in this pack and was trained "
-        "by the project on clips that a program draws. It knows twelve prompts; choose one.\n\n"
+        "by the project on clips that a program draws and on photographs. It knows fifteen prompts; choose one.\n\n"
         "It renders the clip of `make demo`: 8 frames of 128 x 128 are 2,048 tokens per call of attention. On a CPU "
         "that takes a minute or two, most of it in the reference implementation."
     )
