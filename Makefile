@@ -28,7 +28,7 @@ help:
 	@echo "make test-gpu    tests of the GPU kernels, with this machine's python3 and torch"
 	@echo "make test-comfy  tests inside a real ComfyUI (COMFYUI_PATH, COMFYUI_PYTHON)"
 	@echo "make bench       time the GPU kernels against every peer found here, append rows to benchmarks/results/"
-	@echo "make table       draw the tables of the README, docs/fidelity.md and docs/blackwell.md from the rows"
+	@echo "make table       draw the tables of the README and of three pages in docs from the rows"
 	@echo "make fidelity    render under every number format on one GPU, append rows, draw docs/fidelity.md"
 	@echo "make train       train the demo's video model on one GPU (PYTHON with torch; ARGS='--minutes 10')"
 	@echo "make clean       remove what these commands made"

@@ -1,12 +1,13 @@
-"""Write the README's tables: support from the dispatch rows, speed from the newest run of each result file.
+"""Draw tables from the dispatch rows and from the newest run of each result file: the README's and docs/hopper.md's.
 
-python benchmarks/table.py           rewrites README.md
-python benchmarks/table.py --check   exit code 1 if README.md differs from its rows
+python benchmarks/table.py           rewrites the two pages
+python benchmarks/table.py --check   exit code 1 if one differs from its rows
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pages
@@ -15,6 +16,7 @@ from vc_attention.dispatch import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+HOPPER = ROOT / "docs" / "hopper.md"
 RESULTS = ROOT / "benchmarks" / "results"
 PEERS = {
     "sdpa_flash": "torch SDPA, FlashAttention-2 in bf16 (ComfyUI's default)",
@@ -31,11 +33,20 @@ OURS = {
     "precise": "**VC Attention, 8-bit precise**",
     "precise, held grouping": "**VC Attention, 8-bit precise, grouping held**",  # in runs before it read v as it lies
 }
-SHIPPED = "as shipped"
+TRICKS = {  # settings of the kernel's rows: what was switched off
+    "as shipped": "nothing",
+    "means off": "means",
+    "grouping off": "grouping (sequence order)",
+    "expcast off": "ExpCast (an exponential and a cast instead)",
+    "rotation off": "rotation (inputs rotated before, so that the preparation undoes it)",
+}
+TRICK_ERRORS = {"normal": None, "clustered": "error_clustered", "a loud channel in k": "error_loud_channel"}
 
 
 def main() -> int:
-    return pages.write(README, {"support": support_table(), "speed": speed_tables()})
+    readme = pages.write(README, {"support": support_table(), "speed": speed_tables()})
+    hopper = pages.write(HOPPER, {"tricks": tricks_tables()})
+    return max(readme, hopper)
 
 
 def support_table() -> str:
@@ -71,9 +82,17 @@ def _family_lines(family: FamilyRow) -> list[str]:
 
 def speed_tables() -> str:
     """One table a result file, from its newest run."""
+    return _tables(_speed_table) or "No measured run is in `benchmarks/results/` yet."
+
+
+def tricks_tables() -> str:
+    """What each trick of our kernel costs and gives, by the newest run of each result file."""
+    return _tables(_tricks_table) or "No run with one trick switched off at a time is in `benchmarks/results/` yet."
+
+
+def _tables(draw: Callable[[list[dict]], str]) -> str:
     runs = [newest_run(path) for path in sorted(RESULTS.glob("*.jsonl"))]
-    tables = [table for rows in runs for table in (_speed_table(rows), _ablation_table(rows)) if table]
-    return "\n\n".join(tables) or "No measured run is in `benchmarks/results/` yet."
+    return "\n\n".join(made for rows in runs if (made := draw(rows)))
 
 
 def newest_run(path: Path) -> list[dict]:
@@ -87,24 +106,20 @@ def _speed_table(rows: list[dict]) -> str:
     shapes = sorted({tuple(row["shape"]) for row in rows if row["operation"] == "complete_call"}, key=_work)
     if not shapes:
         return ""
-    head = rows[0]
     heading = (
-        f"{head['gpu']}, {head['date'][:10]}, driver {head['driver']}, torch {head['torch']}, commit {head['commit']}"
-        f"{' and changes' if head.get('dirty') else ''}; "
-        f"one interleaved run, bf16 in and out, ComfyUI's layout. Times are of a complete call; in brackets the factor "
-        f"over {PEERS[BASELINE]}. Error: relative L2 against float32 on random normal inputs, first column's shape."
+        f"{_machine(rows[0])}; one interleaved run, bf16 in and out, ComfyUI's layout. Times are of a complete call; "
+        f"in brackets the factor over {PEERS[BASELINE]}. Errors: relative L2 against float32, on random normal inputs "
+        "of the first column's shape and on values that cluster and have outlier tokens (32,760 tokens x 2 heads)."
     )
     columns = [f"{shape[2]:,} tokens x {shape[1]} heads" for shape in reversed(shapes)]
-    lines = [heading, "", f"| attention | {' | '.join(columns)} | error |", f"| --- |{' --- |' * (len(columns) + 1)}"]
+    lines = []
     for label, implementation, settings in _variants(rows):
-        found = {
-            tuple(row["shape"]): row
-            for row in rows
-            if (row["operation"], row["implementation"], row["settings"]) == ("complete_call", implementation, settings)
-        }
+        mine = [row for row in rows if (row["implementation"], row["settings"]) == (implementation, settings)]
+        found = {tuple(row["shape"]): row for row in mine if row["operation"] == "complete_call"}
+        clustered = next((row for row in mine if row["operation"] == "error_clustered"), None)
         cells = [_cell(found.get(shape), _baseline(rows, shape)) for shape in reversed(shapes)]
-        lines.append(f"| {label} | {' | '.join(cells)} | {found[shapes[-1]]['rel_l2']:.4f} |")
-    return "\n".join(lines)
+        lines.append([label, *cells, _error(found[shapes[-1]]), _error(clustered)])
+    return f"{heading}\n\n{pages.table(['attention', *columns, 'error, normal', 'error, clustered'], lines)}"
 
 
 def _variants(rows: list[dict]) -> list[tuple[str, str, str]]:
@@ -120,26 +135,44 @@ def _peer_label(row: dict) -> str:
     return PEERS[row["implementation"]].format(major=version.partition(".")[0])
 
 
-def _ablation_table(rows: list[dict]) -> str:
-    """What each trick of our kernel costs and gives; empty for a run that did not switch them off."""
-    kernel = [row for row in rows if row["operation"] == "attention_kernel"]
-    settings = list(dict.fromkeys(row["settings"] for row in kernel))
-    if SHIPPED not in settings:
+def _tricks_table(rows: list[dict]) -> str:
+    """Empty for a run that switched nothing off."""
+    kernel = [row for row in rows if row["operation"] == "attention_kernel" and row["settings"] in TRICKS]
+    if len({row["settings"] for row in kernel}) < len(TRICKS):
         return ""
     largest = max((tuple(row["shape"]) for row in kernel), key=_work)
-    normal = {row["settings"]: row for row in kernel if tuple(row["shape"]) == largest}
-    clustered = {row["settings"]: row for row in rows if row["operation"] == "error_clustered"}
+    times = {row["settings"]: row for row in kernel if tuple(row["shape"]) == largest}
+    heading = (
+        f"{_machine(rows[0])}; kernel alone, {largest[2]:,} tokens x {largest[1]} heads. Errors on normal inputs of "
+        "that shape, and of 32,760 tokens x 2 heads on clustered values and with a channel of k 16 times as large."
+    )
+    head = ["switched off", "time", *(f"error, {name}" for name in TRICK_ERRORS)]
     lines = [
-        f"The kernel alone, one trick switched off at a time, same run ({largest[2]:,} tokens x {largest[1]} heads; "
-        "clustered values: 32,760 tokens x 2 heads):",
-        "",
-        "| kernel | time | error, normal inputs | error, clustered values |",
-        "| --- | --- | --- | --- |",
+        [label, f"{times[settings]['ms_p50']:.1f} ms", *_trick_errors(rows, times[settings])]
+        for settings, label in TRICKS.items()
     ]
-    for name in settings:
-        row, other = normal[name], clustered[f"kernel, {name}"]
-        lines.append(f"| {name} | {row['ms_p50']:.1f} ms | {row['rel_l2']:.4f} | {other['rel_l2']:.4f} |")
-    return "\n".join(lines)
+    return f"{heading}\n\n{pages.table(head, lines)}"
+
+
+def _trick_errors(rows: list[dict], timed: dict) -> list[str]:
+    named = {(row["operation"], row["settings"]): row for row in rows}
+    found = [
+        timed if operation is None else named.get((operation, f"kernel, {timed['settings']}"))
+        for operation in TRICK_ERRORS.values()
+    ]
+    return [_error(row) for row in found]
+
+
+def _error(row: dict | None) -> str:
+    return "-" if row is None else f"{row['rel_l2']:.4f}"
+
+
+def _machine(row: dict) -> str:
+    """Where, when and of which code a run is."""
+    dirty = " and changes" if row.get("dirty") else ""
+    return (
+        f"{row['gpu']}, {row['date'][:10]}, driver {row['driver']}, torch {row['torch']}, commit {row['commit']}{dirty}"
+    )
 
 
 def _work(shape: tuple[int, ...]) -> int:

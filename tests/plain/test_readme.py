@@ -21,11 +21,15 @@ def test_readme_is_what_the_rows_say(table, monkeypatch):
     assert table.main() == 0, "run `make table`"
 
 
-def test_a_changed_table_is_noticed(table, monkeypatch, tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    changed = tmp_path / "README.md"
-    changed.write_text(text.replace("RTX 40", "RTX 41"), encoding="utf-8")
-    monkeypatch.setattr(table, "README", changed)
+@pytest.mark.parametrize(
+    ("page", "path", "cell"), [("README", "README.md", "| RTX 40"), ("HOPPER", "docs/hopper.md", "| nothing |")]
+)
+def test_a_changed_table_is_noticed(page, path, cell, table, monkeypatch, tmp_path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert cell in text
+    changed = tmp_path / "page.md"
+    changed.write_text(text.replace(cell, "| changed "), encoding="utf-8")
+    monkeypatch.setattr(table, page, changed)
     monkeypatch.setattr(sys, "argv", ["table.py", "--check"])
     assert table.main() == 1
 
@@ -63,7 +67,7 @@ def test_speed_table_takes_the_newest_run_and_names_the_baseline(table, monkeypa
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     made = table.speed_tables()
     assert "99" not in made
-    assert "| **VC Attention, 8-bit, grouping held** | 8.0 ms (2.50) | 0.0435 |" in made
+    assert "| **VC Attention, 8-bit, grouping held** | 8.0 ms (2.50) | 0.0435 | - |" in made
     assert "cuDNN" in made
     assert "30.0 ms (0.67)" in made
 
