@@ -14,7 +14,9 @@ import picture
 import torch
 
 FRAMES_SHOWN = 4
-WHAT_IT_IS = "A small Wan model that this project trained on drawn clips and photographs. Both rows start from the same noise."
+WHAT_IT_IS = (
+    "A small Wan model that this project trained on drawn clips and photographs. Both rows start from the same noise."
+)
 
 
 def write_comparison(
