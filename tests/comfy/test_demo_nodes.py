@@ -28,9 +28,9 @@ def test_every_prompt_of_the_list_has_its_embedding(host, pack):
         (positive,), (negative,) = host.execute("VCAttentionDemoPrompt", {"prompt": text})
         assert positive[0].shape == negative[0].shape == (1, 8, 64)
         positives.append(positive[0])
-    assert len(positives) == 12
+    assert len(positives) == 15
     assert choice.default == json.loads(RECORDED.read_text(encoding="utf-8"))["prompt"]
-    assert len({tuple(p.flatten().tolist()) for p in positives}) == 12
+    assert len({tuple(p.flatten().tolist()) for p in positives}) == 15
 
 
 @pytest.mark.comfy
@@ -89,4 +89,4 @@ def test_the_patch_serves_the_demo_model(host, pack):
     assert "cross-attention (36)" in host.texts[-1][0], host.texts[-1][0]
     error = (ours - plain).square().mean()
     assert error > 0
-    assert -10 * torch.log10(error) > 29  # 33.8 was measured
+    assert -10 * torch.log10(error) > 29  # 35.0 was measured
