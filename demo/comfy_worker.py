@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 NODE_ID = "VCAttentionPatch"
+LOGGERS = ("VC Attention", "vc_attention")  # of nodes/ and of kernels/
 
 
 def main() -> None:
@@ -68,7 +69,8 @@ def boot(comfyui: Path, base: Path) -> None:
     args.base_directory = str(base)
     args.cpu = not torch.cuda.is_available()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("VC Attention").setLevel(logging.INFO)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
 
     import server
 
