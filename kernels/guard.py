@@ -66,9 +66,9 @@ def self_test(device, dtype, mode: str = EIGHT_BIT, probabilities: str | None = 
         torch.device("cpu"),
         torch.cuda.device(device),
     ):
-        q, k, v = clustered_qkv((3, 24, 33), heads=2, dtype=dtype, device=device)  # 19 tiles, the last one short
+        q, k, v = clustered_qkv((5, 25, 33), heads=2, dtype=dtype, device=device)  # 33 tiles, the last one short
         q = q[:, :, :200]
-        arguments = {"scale": 0.1}
+        arguments = {"scale": 0.04}  # low: a fifth of the rows take their first maximum lower (attend/hopper.py)
         if uses_grouping(mode):
             arguments["permutation"], _ = group_cuda(v, None, CLUSTERS, ITERATIONS)
             fault = grouping_fault(v, arguments["permutation"])

@@ -4,8 +4,8 @@ Exact where the kernel is exact: scores, codes, running maxima, and where each w
 tensor cores make with fewer bits are float32 here, so outputs agree to about 3e-4 before they are rounded.
 
 What differs from the general reference (attend/reference.py): the maximum is stale. Codes are made against the old
-one, which stands at code 114, and a warp raises it only when a code passes 126. The output is kept in half, divided
-by a power of two of the row sum.
+one, which stands at code 114, and a warp raises it only when a code passes 126; the first of a long row mostly stands
+lower, so that it may grow. The output is kept in half, divided by a power of two of the row sum.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ MAX_CODE = 114
 LAST_CODE = 126  # E4M3 448; 127 would be NaN
 # Code of a probability that is rounded to zero, by how the probabilities are made: exact ones keep subnormals.
 FIRST_CODE = {"expcast": 0, "exp2": -25}
+SHORT_TILES = 32  # up to here the first maximum stands where later ones do
 NO_MAX_YET = 20000
 PADDING_SCORE = -16384
 WARP_ROWS = 16
@@ -91,16 +92,27 @@ class _Rows:
         scores = (self.q @ keys.transpose(1, 2)).div(256).floor() + PADDING_SCORE * padding
         last_code = LAST_CODE - self.first_code
         overflows = (self._convert(scores).round() > last_code).any(-1).unflatten(-1, (-1, WARP_ROWS)).any(-1)
-        raised = overflows.repeat_interleave(WARP_ROWS, 1) if tile else torch.ones_like(self.scale, dtype=torch.bool)
-        self._raise_maximum(scores.amax(-1), raised)
+        if tile:
+            self._raise_maximum(scores.amax(-1), overflows.repeat_interleave(WARP_ROWS, 1), self.max_u)
+        else:
+            everywhere = torch.ones_like(self.scale, dtype=torch.bool)
+            self._raise_maximum(scores.amax(-1), everywhere, self.max_u - self._room(scores))
         return self._convert(scores)
+
+    def _room(self, scores: Tensor) -> Tensor:
+        """By how much lower a row's first maximum stands: an eighth in a long row, if each eighth of keys is near."""
+        if self.operands.k8.shape[1] <= SHORT_TILES * BLOCK:
+            return torch.zeros_like(self.scale)
+        of_eighths = scores.unflatten(-1, (-1, 8)).amax(-2)
+        near = 4 * (of_eighths.amax(-1) - of_eighths.amin(-1)) <= self.max_u
+        return (self.max_u / 8).floor() * near
 
     def _convert(self, scores: Tensor) -> Tensor:
         u = (scores + self.offset[..., None]).clamp(0, 1023).double()
         return u * self.scale[..., None].double() + self.shift[..., None]
 
-    def _raise_maximum(self, highest: Tensor, where: Tensor) -> None:
-        offset = torch.where(where, torch.minimum(self.offset, self.max_u - highest), self.offset)
+    def _raise_maximum(self, highest: Tensor, where: Tensor, place: Tensor) -> None:
+        offset = torch.where(where, torch.minimum(self.offset, place - highest), self.offset)
         factor = torch.exp2((offset - self.offset) * self.scale * 0.125)
         self.offset, self.factor = offset, torch.where(factor < TINY, torch.zeros_like(factor), factor)
 

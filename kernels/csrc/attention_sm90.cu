@@ -45,6 +45,9 @@ constexpr int SHARED_BYTES = 190 * 1024;  // attend/cuda.py reserves this
 constexpr int FIRST_CODE = EXPCAST ? 0 : -25;
 constexpr float MAX_CODE = 114 - FIRST_CODE;
 constexpr u32 LAST_CODE = 126 - FIRST_CODE;  // E4M3 448; 127 would be NaN
+// Above so many tiles a row's first maximum stands an eighth of MAX_CODE lower, at 99.75: as it grows, few steps need a new one. Not
+// where a few outliers of the first tile are the maximum (raise_maximum): it would hardly grow, and small probabilities were lost.
+constexpr int SHORT_TILES = 32;
 constexpr u32 OFFSET_SCORE_LIMIT = 0x03ff03ffu;  // 1023, twice: the largest subnormal half, above the largest code for any q_scale
 constexpr int NO_MAX_YET = 20000;                // above every offset (at most 8065 + 869), and no sum with a score leaves 16 bits
 
@@ -145,7 +148,7 @@ DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_
 struct RowCodes {
   u32 scale;   // half: codes per 256 units
   u32 shift;   // half, in units of 2^-24: makes the code of u == max_u equal to MAX_CODE; in (-scale, 0]
-  u32 offset;  // s16: max_u - running maximum, or NO_MAX_YET
+  u32 offset;  // s16: u of the running maximum, max_u as a rule, minus that maximum; or NO_MAX_YET
   int max_u;
 };
 
@@ -282,19 +285,28 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       if (thread < CLUSTER) mbarrier_arrive_cluster(barriers.empty(stage), thread);
     };
 
-    // New maxima of the thread's rows, from the scores.
-    auto raise_maximum = [&]() {
+    // New maxima of the thread's rows, from the scores. `growing`: lower where each eighth of the keys (0, 8, 16, ... and so on) has one
+    // within a quarter of MAX_CODE, 3.5 octaves.
+    auto raise_maximum = [&](bool growing) {
       u32 top_0 = 0x80008000u, top_1 = 0x80008000u;
 #pragma unroll
       for (int i = 0; i < 64; i += 4) {
         top_0 = __vmaxs2(top_0, __byte_perm(scores[i], scores[i + 1], 0x6521));
         top_1 = __vmaxs2(top_1, __byte_perm(scores[i + 2], scores[i + 3], 0x6521));
       }
-      u32 top = __vmaxs2(__byte_perm(top_0, top_1, 0x5410), __byte_perm(top_0, top_1, 0x7632));  // (row, row + 8)
+      const u32 even = __byte_perm(top_0, top_1, 0x5410), odd = __byte_perm(top_0, top_1, 0x7632);  // (row, row + 8)
+      u32 top = __vmaxs2(even, odd), lowest = __vmins2(even, odd);
+      lowest = __vmins2(lowest, __shfl_xor_sync(~0u, lowest, 1));
+      lowest = __vmins2(lowest, __shfl_xor_sync(~0u, lowest, 2));
       top = __vmaxs2(top, __shfl_xor_sync(~0u, top, 1));
       top = __vmaxs2(top, __shfl_xor_sync(~0u, top, 2));
-      rows[0].offset = broadcast_low_16(min(signed_low_16(rows[0].offset), rows[0].max_u - signed_low_16(top)));
-      rows[1].offset = broadcast_low_16(min(signed_low_16(rows[1].offset), rows[1].max_u - signed_high_16(top)));
+      auto place = [&](RowCodes& row, int highest, int lowest) {
+        const bool lower = growing && 4 * (highest - lowest) <= row.max_u;
+        const int u = lower ? row.max_u - (row.max_u >> 3) : row.max_u;
+        row.offset = broadcast_low_16(min(signed_low_16(row.offset), u - highest));
+      };
+      place(rows[0], signed_low_16(top), signed_low_16(lowest));
+      place(rows[1], signed_high_16(top), signed_high_16(lowest));
     };
     // Scales everything accumulated under the offsets (row, row + 8) to the present ones.
     auto scale_accumulated = [&](u32 old_offsets) {
@@ -324,7 +336,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       if (raised) {
         pin(scores);
         old_offsets = __byte_perm(rows[0].offset, rows[1].offset, 0x5410);
-        raise_maximum();
+        raise_maximum(false);
         pin(scores);
         scores_to_codes(codes, scores, rows);
       }
@@ -416,7 +428,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     wgmma_wait<0>();
     pin(scores);
     release(0);
-    raise_maximum();
+    raise_maximum(tiles > SHORT_TILES);
     pin(scores);
     scores_to_codes(codes_a, scores, rows);
 

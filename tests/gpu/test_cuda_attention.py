@@ -140,6 +140,17 @@ def scaled(factor):
     return change
 
 
+def outliers(rows, keys):
+    """Keys of the first tile about 12 octaves above the others, for some of the query rows."""
+
+    def change(q, k):
+        q[..., 0] = 0.0
+        q[:, :, rows, 0] = 4.0
+        k[:, :, keys, 0] = 24.0
+
+    return change
+
+
 TILE = torch.arange(LONG).div(BLOCK, rounding_mode="floor").float()
 ADVERSARIAL = {
     "q * 40": scaled(40),
@@ -150,6 +161,11 @@ ADVERSARIAL = {
     "falling tiles": rising(33 - TILE),
     "one tile far above": rising((TILE == 20) * 60.0),
     "the last tile far above": rising((TILE == 32) * 3e4),
+    "an outlier in the first tile": outliers(slice(None), [5]),
+    "outliers in seven of the eight eighths of the keys, for every other row": outliers(
+        slice(1, None, 2), [4, 37, 71, 102, 8, 17, 58]
+    ),
+    "outliers in every eighth": outliers(slice(0, 200), [4, 37, 71, 102, 8, 17, 58, 123]),
 }
 
 

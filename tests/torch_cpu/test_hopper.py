@@ -31,6 +31,7 @@ from vc_attention.testing import clustered_qkv, quantization_error, random_qkv, 
 
 D, BLOCK = 128, 128
 MAX_CODE = 114
+SHORT_TILES = 32
 SCALE = D**-0.5
 DTYPES = (torch.bfloat16, torch.float16)
 FIELDS = ("q8", "q_scale", "k8", "v8", "v_scale", "means")
@@ -221,12 +222,19 @@ def as_e4m3(code):
     return (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
 
 
+def room_to_grow(top, scores):
+    """By how much lower than ``top`` the first maximum of a long row stands, from its scores of the first tile."""
+    of_eighths = [max(scores[first::8]) for first in range(8)]
+    return top // 8 if max(of_eighths) - min(of_eighths) <= top / 4 else 0
+
+
 def looped(operands, q_tokens):
     """One head by loops: integers for the scores, one row and one key at a time, sums in float64 without roundings."""
     q8, k8 = operands.q8[0].tolist(), operands.k8[0].tolist()
     values = decoded_values(operands)[0].double()
     values = values + decoded_means(operands)[0].double().repeat_interleave(BLOCK, 0)[: len(values)]
     out = torch.zeros(q_tokens, D, dtype=torch.float64)
+    long = operands.kv_length > SHORT_TILES * BLOCK
     for warp in range(0, q_tokens, 16):
         rows = range(warp, min(warp + 16, q_tokens))
         scale = {row: operands.q_scale[0, row].item() for row in rows}
@@ -247,7 +255,8 @@ def looped(operands, q_tokens):
 
             if tile == 0 or any(max(codes(row)) > 126 for row in rows):
                 for row in rows:
-                    lower = min(offset[row], top[row] - max(score[row]))
+                    room = room_to_grow(top[row], score[row]) if long and tile == 0 else 0
+                    lower = min(offset[row], top[row] - room - max(score[row]))
                     factor = 2.0 ** ((lower - offset[row]) * scale[row] / 8)
                     weights[row] = [weight * factor for weight in weights[row]]
                     offset[row] = lower
@@ -265,9 +274,26 @@ def rising_keys(q, k):
     k[..., 0] = (torch.arange(k.shape[2]) // BLOCK * 4.2).to(k.dtype)
 
 
+def outliers_for_odd_rows(q, k):
+    """Seven keys of the first tile about 12 octaves above the others; even rows do not look at them."""
+    q[:, :, 1::2, 0], q[:, :, ::2, 0] = 4.0, 0.0
+    k[:, :, [4, 37, 71, 102, 8, 17, 58], 0] = 24.0  # seven eighths of the keys have one
+
+
 @pytest.mark.parametrize(
     ("q_tokens", "tokens", "change"),
-    [(1, 1, None), (5, 2, None), (17, 130, None), (33, 300, None), (17, 300, rising_keys), (3, 2200, None)],
+    [
+        (1, 1, None),
+        (5, 2, None),
+        (17, 130, None),
+        (33, 300, None),
+        (17, 300, rising_keys),
+        (3, 2200, None),
+        (3, 4096, None),  # the longest of the short
+        (3, 4100, None),
+        (3, 4100, outliers_for_odd_rows),
+        (2, 4100, rising_keys),
+    ],
 )
 def test_recurrence_is_the_loop(q_tokens, tokens, change):
     q, k, v = inputs(q_tokens, tokens)

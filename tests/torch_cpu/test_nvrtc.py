@@ -19,15 +19,16 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from vc_attention import cuda_driver, guard, nvrtc, ops, support, verdicts
 from vc_attention.attend import api
 from vc_attention.attend import cuda as attend_host
+from vc_attention.attend import hopper as hopper_specification
 from vc_attention.attend import precise as precise_specification
 from vc_attention.attend import precise_cuda as precise_host
-from vc_attention.attend.hopper import attend_hopper
 from vc_attention.attend.settings import PROBABILITIES
 from vc_attention.errors import KernelUnavailable, UnsupportedCall
 from vc_attention.group import cuda as group_host
@@ -250,6 +251,8 @@ def test_constants_are_those_of_the_sources():
         assert int(re.search(rf"constexpr int {name} = (\d+);", attention)[1]) == getattr(attend_host, name)
     kilobytes = int(re.search(r"constexpr int SHARED_BYTES = (\d+) \* 1024;", attention)[1])
     assert kilobytes * 1024 == attend_host.SHARED_BYTES
+    for name in ("MAX_CODE", "LAST_CODE", "SHORT_TILES", "NO_MAX_YET"):
+        assert int(re.search(rf"constexpr \w+ {name} = (\d+)\b", attention)[1]) == getattr(hopper_specification, name)
     precise = text_of(precise_host.build(torch.bfloat16))
     for name in ("CLUSTER", "THREADS"):
         assert int(re.search(rf"constexpr int {name} = (\d+);", precise)[1]) == getattr(attend_host, name)
@@ -627,7 +630,7 @@ def test_the_install_line_names_torchs_cuda_version(monkeypatch):
 
 
 def stand_in_attend(operands, out, *, means=True, probabilities="expcast"):
-    run = attend_hopper(operands, out.shape[2], means=means, probabilities=probabilities)
+    run = hopper_specification.attend_hopper(operands, out.shape[2], means=means, probabilities=probabilities)
     out.copy_(run.view_as(out))
 
 
@@ -703,6 +706,12 @@ def written(change):
     return attend_host, "attend_cuda", attend_cuda
 
 
+def first_maxima_too_low(operands, out, **_):
+    room = hopper_specification._Rows._room
+    with mock.patch.object(hopper_specification._Rows, "_room", lambda rows, scores: 8 * room(rows, scores)):
+        stand_in_attend(operands, out)
+
+
 def grouped(change):
     def group_cuda(*arguments):
         permutation, centroids = group_reference(*arguments)
@@ -723,6 +732,7 @@ FAULTS = {
     "q_scale, not a number": changed("q_scale", lambda x: x * float("nan")),
     "means": changed("means", lambda x: x * 0.98),
     "no means": changed("means", torch.zeros_like),
+    "first maxima": (attend_host, "attend_cuda", first_maxima_too_low),
     "output scale": written(lambda out: out.mul_(1.02)),
     "one head twice": written(lambda out: out[:, 1].copy_(out[:, 0])),
     "last rows unwritten": written(lambda out: out[:, :, -1].fill_(float("nan"))),
