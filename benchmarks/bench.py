@@ -4,9 +4,11 @@
 
 Needs a GPU with a VC-Attention kernel. Useful work is counted as 4 B H S^2 D FLOP. Inputs are normal, bf16, in
 ComfyUI's layout [B, S, H, D]; the error is relative L2 on sampled rows against attention in float32 on the same inputs.
-The kernel alone, the complete call and the call with a regrouping alternate. At the largest shape the kernel is also
-measured with one trick switched off at a time, on normal and clustered inputs and with a loud channel in k. Times are
-with a full queue, as in a render; rows whose settings end in "empty queue" include what the GPU waits for the host.
+The kernel alone, the complete call and the call with a regrouping alternate. Between their turns cuDNN has its own, so
+that all meet a card of the same heat; the rows "..._over_cudnn" are medians over these pairs of turns. At the largest
+shape the kernel is also measured with one trick switched off at a time, on normal and clustered inputs and with a loud
+channel in k. Times are with a full queue, as in a render; rows whose settings end in "empty queue" include what the GPU
+waits for the host.
 
 --quick leaves out peers, ablations and emulations, and writes rows only to a folder given by --output: the README is
 drawn from the newest whole run.
@@ -20,11 +22,13 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import peers
 import rows
 import sage_formats
 import torch
+from table import BASELINE
 from timing import Samples, interleave
 from vc_attention import attention, group_values, support
 from vc_attention.attend.cuda import attend_cuda
@@ -40,9 +44,13 @@ CLUSTERED_GRID = (13, 42, 60)  # 32,760 tokens
 LOUD_CHANNEL = 16.0
 SCHEDULE_STEPS, REFRESH_INTERVAL = 40, 4
 WINDOWS = (0.25, 1.0)
+HEAT_SECONDS = 2.0  # of the kernel before anything is timed: a cool card is 2 to 3 % faster
+PAIRS = 4  # in every round, turns of our calls and of the baseline
 PRECISE = "8-bit precise"
 SHIPPED, HELD, REGROUPED = "as shipped", "held grouping", "warm regrouping"
 EMPTY_QUEUE = ", empty queue"  # end of the settings of what is timed while the GPU has nothing else to do
+KERNEL, CALL = ("attention_kernel", "cuda", SHIPPED), ("complete_call", "cuda", HELD)
+BASELINE_CALL = ("complete_call", BASELINE, "")
 SAGE_FORMATS = "sageattention2_formats (emulated)"
 
 
@@ -116,24 +124,34 @@ def bench_shape(shape: tuple[int, int, int, int], options: argparse.Namespace, a
     q, k, v = normal_inputs(shape)
     grouping = group_values(v)
     expected = ReferenceRows(q, k, v)
-    turns = our_turns(q, k, v, grouping)
-    if not options.quick:
-        turns += alone({("complete_call", name, ""): call for name, call in peers.found(q, k, v).items()})
-        if ablations:
-            turns += alone(named("attention_kernel", "cuda", ablated(q, k, v, grouping)))
+    turns = all_turns(q, k, v, grouping, options.quick, ablations)
     variants = {key: call for turn in turns for key, call in turn.items()}
     made = []
+    interleave([{KERNEL: variants[KERNEL]}], rounds=1, seconds_per_call=HEAT_SECONDS)
     timed = interleave(turns, options.rounds, options.seconds, lambda key: key[2].endswith(EMPTY_QUEUE))
     for key, samples in timed.items():
         row = timed_row(key, samples, shape, grouping)
         if row["operation"] in ("attention_kernel", "complete_call"):
             row["rel_l2"] = expected.error(variants[key]())
         made.append(row)
-    made += share_rows(made, shape)
+    made += factor_rows(timed, shape) + share_rows(made, shape)
     made.append(scratch_row(q, k, v, grouping, shape))
     if not options.quick:
         made.append(error_row("error_normal", SAGE_FORMATS, "", shape, expected.sage_formats_error()))
     return made
+
+
+def all_turns(q, k, v, grouping: Grouping, quick: bool, ablations: bool) -> list[dict[tuple[str, str, str], Callable]]:
+    """What is timed in a round: our calls and the baseline in PAIRS pairs of turns, then everything else."""
+    compared, *others = our_turns(q, k, v, grouping)
+    paired = [compared]
+    if not quick:
+        found = {("complete_call", name, ""): call for name, call in peers.found(q, k, v).items()}
+        paired += alone({key: found.pop(key) for key in list(found) if key == BASELINE_CALL})
+        others += alone(found)
+        if ablations:
+            others += alone(named("attention_kernel", "cuda", ablated(q, k, v, grouping)))
+    return PAIRS * paired + others
 
 
 def our_turns(q, k, v, grouping: Grouping) -> list[dict[tuple[str, str, str], Callable]]:
@@ -266,6 +284,19 @@ class ReferenceRows:
         return relative_l2(output.to(self.inputs[0].dtype), self.expected)
 
 
+def factor_rows(timed: dict[tuple[str, str, str], Samples], shape) -> list[dict]:
+    """How many times as fast as the baseline kernel and call are: least, median and largest over pairs of turns."""
+    if BASELINE_CALL not in timed:
+        return []
+    baseline, made = timed[BASELINE_CALL], []
+    for operation, key in (("kernel_over_cudnn", KERNEL), ("call_over_cudnn", CALL)):
+        factors = [theirs / ours for theirs, ours in zip(baseline.medians, timed[key].medians, strict=True)]
+        row = {"operation": operation, "implementation": "cuda", "settings": key[2], "shape": list(shape)}
+        spread = {"factor_least": min(factors), "factor_largest": max(factors), "turns": len(factors)}
+        made.append(row | {"dtype": "bfloat16", "factor": median(factors)} | spread)
+    return made
+
+
 def share_rows(made: list[dict], shape) -> list[dict]:
     """What the call adds to the kernel, a regrouping to the call, and the groupings of a render to its calls."""
     times = {(row["operation"], row["settings"]): row["ms_p50"] for row in made if row["implementation"] == "cuda"}
@@ -339,6 +370,7 @@ def summary(row: dict) -> str:
         ("tflops", "{:.0f} TFLOP/s"),
         ("rel_l2", "error {:.4f}"),
         ("watts", "{:.0f} W"),
+        ("factor", "{:.3f} times as fast"),
         ("share_of_kernel", "{:.2%} of the kernel"),
         ("share_of_call", "{:.2%} of the call"),
         ("share_of_8bit_tensors", "{:.3f} of the 8-bit tensors"),

@@ -1,7 +1,7 @@
 """Interleaved GPU timing: every variant once per round, so that clocks and heat are shared fairly.
 
 A long attention call runs at the card's power limit; what is compared must run in the same minutes, and what is
-compared to the percent must take turns call by call.
+compared to the percent must take turns call by call, or in neighbouring turns on a card that is hot from both.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from rows import device_uuid
 
-LEAD_SECONDS = 0.1  # untimed at the beginning of a turn, so that the card is as warm as the calls make it
+LEAD_SECONDS = 0.2  # untimed at the beginning of a turn, so that the card is as warm as the calls make it
 CALLS_IN_FLIGHT = 4  # so that the GPU does not wait for the host
 LONG_CALL_SECONDS = 0.05  # from here on two: more would outlast a turn
 SHORT_CALL_SECONDS = 0.002  # up to here other work is queued before a call: the host is slower than the GPU
@@ -26,6 +27,7 @@ class Samples:
     """Times of one variant in milliseconds and what the card drew meanwhile."""
 
     ms: list[float] = field(default_factory=list)
+    medians: list[float] = field(default_factory=list)  # of every turn
     watts: list[float] = field(default_factory=list)
     sm_mhz: list[float] = field(default_factory=list)
 
@@ -53,9 +55,10 @@ def interleave(
 ) -> dict[object, Samples]:
     """Time the calls of every turn, ``rounds`` times over, for about ``seconds_per_call`` each: samples by name.
 
-    Calls of one turn alternate and share its readings of power and clock. Times are CUDA events around single calls.
-    The queue is never empty, as in a render, where the host prepares a call while the one before runs; but calls chosen
-    by ``on_empty_queue`` begin when the GPU has nothing to do, and their times include the host's.
+    A turn may occur several times. Calls of one turn alternate and share its readings of power and clock. Times are
+    CUDA events around single calls. The queue is never empty, as in a render, where the host prepares a call while the
+    one before runs; but calls chosen by ``on_empty_queue`` begin when the GPU has nothing to do, and their times
+    include the host's.
     """
     samples = {name: Samples() for turn in turns for name in turn}
     with _PowerMeter() as meter:
@@ -63,9 +66,11 @@ def interleave(
             for turn in turns:
                 seconds = _lead_in(turn)
                 meter.readings.clear()
-                for name, ms in _turn(turn, seconds, seconds_per_call * len(turn), on_empty_queue):
-                    samples[name].ms.append(ms)
+                made = _turn(turn, seconds, seconds_per_call * len(turn), on_empty_queue)
                 for name in turn:
+                    ms = [ms for called, ms in made if called == name]
+                    samples[name].ms += ms
+                    samples[name].medians.append(median(ms))
                     samples[name].watts += [watts for watts, _ in meter.readings]
                     samples[name].sm_mhz += [mhz for _, mhz in meter.readings]
     return samples
@@ -132,6 +137,12 @@ class _PowerMeter:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(device_uuid())
         while not self._stop.wait(0.02):
-            watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
             mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            self.readings.append((watts, mhz))
+            self.readings.append((_watts(pynvml, handle), mhz))
+
+
+def _watts(pynvml, handle) -> float:
+    """Board power at this moment where the driver tells it; the mean of the last second otherwise."""
+    field = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_POWER_INSTANT])[0]
+    told = field.nvmlReturn == pynvml.NVML_SUCCESS
+    return (field.value.uiVal if told else pynvml.nvmlDeviceGetPowerUsage(handle)) / 1e3

@@ -62,11 +62,20 @@ def test_calls_of_a_turn_alternate_and_turns_follow_each_other(timing, card):
     calls = {name: card.call(name, seconds) for name, seconds in (("a", 0.01), ("b", 0.02), ("c", 0.03))}
     samples = timing.interleave([{"a": calls["a"], "b": calls["b"]}, {"c": calls["c"]}], 2, 0.06)
     order = [name for name in card.noted if name in calls]
-    # A tenth of a second untimed, then 0.06 seconds a call: four times a and b, twice c.
-    one_round = ["a", "b"] * 4 + ["a", "b"] * 4 + ["c"] * 4 + ["c"] * 2
+    # A fifth of a second untimed, then 0.06 seconds a call: four times a and b, twice c.
+    one_round = ["a", "b"] * 7 + ["a", "b"] * 4 + ["c"] * 7 + ["c"] * 2
     assert order == one_round * 2
     assert {name: len(found.ms) for name, found in samples.items()} == {"a": 8, "b": 8, "c": 4}
     assert samples["b"].ms == pytest.approx([20.0] * 8)
+
+
+def test_a_turn_that_occurs_twice_has_two_medians(timing, card):
+    slow, fast = ({name: card.call(name, seconds)} for name, seconds in (("a", 0.02), ("b", 0.01)))
+    samples = timing.interleave(2 * [slow, fast], 3, 0.06)
+    order = [name for name in card.noted if name in ("a", "b")]
+    assert [name for name, before in zip(order, ["", *order], strict=False) if name != before] == ["a", "b"] * 6
+    assert samples["a"].medians == pytest.approx([20.0] * 6)
+    assert len(samples["a"].ms) == 6 * 3
 
 
 @pytest.mark.parametrize(
@@ -84,3 +93,17 @@ def test_the_queue_is_never_empty_unless_asked(seconds, empty, begins, timing, c
     timing.interleave([turn], 1, 0.5, on_empty_queue=lambda name: empty and name == "timed")
     after_lead_in = card.noted[card.noted.index("work") + 1 :]
     assert after_lead_in[: len(begins)] == begins
+
+
+def test_factors_are_of_neighbouring_turns(timing):
+    import bench
+
+    def turns(*medians):
+        return timing.Samples(medians=list(medians))
+
+    timed = {bench.KERNEL: turns(1.0, 2.0, 1.0), bench.CALL: turns(2.0, 2.0, 2.0)}
+    assert bench.factor_rows(timed, (1, 2, 3, 128)) == []
+    timed[bench.BASELINE_CALL] = turns(2.0, 5.0, 3.0)
+    kernel, call = bench.factor_rows(timed, (1, 2, 3, 128))
+    assert [kernel[name] for name in ("factor_least", "factor", "factor_largest", "turns")] == [2.0, 2.5, 3.0, 3]
+    assert [call[name] for name in ("operation", "factor")] == ["call_over_cudnn", 1.5]
