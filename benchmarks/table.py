@@ -40,12 +40,20 @@ TRICKS = {  # settings of the kernel's rows: what was switched off
     "expcast off": "ExpCast (an exponential and a cast instead)",
     "rotation off": "rotation (inputs rotated before, so that the preparation undoes it)",
 }
+CROSSOVER = RESULTS / "studies" / "nvidia-h200-crossover.jsonl"
+SHORT_CALLS = {
+    "FlashAttention-2": ("sdpa_flash", ""),
+    "cuDNN": ("sdpa_cudnn", ""),
+    "8-bit, grouping held": ("cuda", "held grouping"),
+    "8-bit, regrouped": ("cuda", "warm regrouping"),
+    "8-bit precise": ("cuda", "precise"),
+}
 TRICK_ERRORS = {"normal": None, "clustered": "error_clustered", "a loud channel in k": "error_loud_channel"}
 
 
 def main() -> int:
     readme = pages.write(README, {"support": support_table(), "speed": speed_tables()})
-    hopper = pages.write(HOPPER, {"tricks": tricks_tables()})
+    hopper = pages.write(HOPPER, {"tricks": tricks_tables(), "crossover": crossover_table()})
     return max(readme, hopper)
 
 
@@ -161,6 +169,18 @@ def _trick_errors(rows: list[dict], timed: dict) -> list[str]:
         for operation in TRICK_ERRORS.values()
     ]
     return [_error(row) for row in found]
+
+
+def crossover_table() -> str:
+    """Milliseconds of short calls, by the newest run of benchmarks/crossover.py."""
+    rows = newest_run(CROSSOVER)
+    times = {(*row["shape"][1:3], row["implementation"], row["settings"]): row["ms_p50"] for row in rows}
+    shapes = sorted({key[:2] for key in times})
+    lines = [
+        [f"{heads} x {tokens:,}", *(f"{times[(heads, tokens, *column)]:.3f}" for column in SHORT_CALLS.values())]
+        for heads, tokens in shapes
+    ]
+    return f"{_machine(rows[0])}.\n\n{pages.table(['heads x tokens', *SHORT_CALLS], lines)}"
 
 
 def _error(row: dict | None) -> str:
