@@ -20,7 +20,7 @@ class Clip:
     steps: int = 16
     shift: float = 3.0
     guidance: float = 2.0
-    seed: int = 11
+    seed: int = 10
 
     @property
     def tokens(self) -> int:

@@ -642,7 +642,7 @@ def tiny() -> dict:
                     "sampler",
                     "KSampler",
                     None,
-                    seed=11,
+                    seed=10,
                     control_after_generate="fixed",
                     steps=16,
                     cfg=2.0,
