@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..errors import UnsupportedCall
 from ..quantize.triton4 import prepare4
 from ..triton_support import aligned
 from .finite import FiniteCheck
@@ -21,10 +19,8 @@ def run(
     """Write attention of q [B, H, S_q, D] and k, v [B, H, S_kv, D] to ``out`` [B, H, S_q, D]; D is 64 or 128.
 
     Raises:
-        UnsupportedCall: q, k or v holds NaN or infinity, or a CUDA graph is being captured.
+        UnsupportedCall: q, k or v holds NaN or infinity.
     """
-    if _is_on_gpu(q) and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedCall({NAME: "its preparation uses cuSOLVER, which no CUDA graph can capture"})
     operands = prepare4(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
     finite = FiniteCheck(operands.flags, NAME)
     written = aligned(out)
@@ -32,7 +28,3 @@ def run(
     if written is not out:
         out.copy_(written)
     finite.require()
-
-
-def _is_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda

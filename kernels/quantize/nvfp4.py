@@ -38,7 +38,7 @@ DAMPING = 0.1
 
 def closest_nvfp4(x: Tensor, scale: Tensor) -> NVFP4:
     """NVFP4 along the last dimension of ``x`` [..., N] under ``scale``, broadcastable to [..., 1]; best scale each."""
-    codes, group_scales = round_groups(split_groups((x.float() / scale).contiguous()))
+    codes, group_scales = round_groups(split_groups((x.float() * (1 / scale)).contiguous()))
     return NVFP4(codes.flatten(-2)[..., : x.shape[-1]], group_scales.squeeze(-1), scale)
 
 
@@ -48,7 +48,7 @@ def fed_back_nvfp4(x: Tensor, scale: Tensor, weights: Tensor) -> NVFP4:
     Args:
         weights: of `feedback`.
     """
-    rest = split_groups(x.float() / scale)
+    rest = split_groups(x.float() * (1 / scale))
     made = []
     for index in range(rest.shape[-2]):
         group = rest[..., index, :].contiguous()
@@ -56,7 +56,7 @@ def fed_back_nvfp4(x: Tensor, scale: Tensor, weights: Tensor) -> NVFP4:
         made.append((codes, group_scale))
         error = decode_e2m1(codes) * decode_e4m3(group_scale) - group
         rows = weights[:, :, index * NVFP4_GROUP : (index + 1) * NVFP4_GROUP]
-        rest = rest - (error.double() @ rows.double()).float().view_as(rest)
+        rest = rest - (error.half().double() @ rows.double()).float().view_as(rest)
     codes, scales = (torch.stack(parts, dim=-2) for parts in zip(*made, strict=True))
     return NVFP4(codes.flatten(-2)[..., : x.shape[-1]], scales.squeeze(-1), scale)
 
@@ -68,7 +68,7 @@ def split_groups(x: Tensor) -> Tensor:
 
 def round_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [..., 16] and UE4M3 scale bits [..., 1] of ``groups`` [..., 16]: the scale with the least squared error."""
-    at_6 = encode_e4m3(groups.abs().amax(-1, keepdim=True) / E2M1_MAX)
+    at_6 = encode_e4m3(groups.abs().amax(-1, keepdim=True) * (1 / E2M1_MAX))
     best, least = at_6, squared_error(groups, at_6)
     for step in SCALE_STEPS[1:]:
         bits = (at_6.int() + step).clamp(0, TOP_CODE).to(torch.uint8)
@@ -101,17 +101,24 @@ def key_feedback(q: Tensor) -> Tensor:
     return feedback((blocks - blocks.mean(3, keepdim=True)).flatten(2, 3))
 
 
+def sampling(tokens: int) -> tuple[int, int]:
+    """How many blocks of ``tokens`` are sampled, and at what spacing: up to 16 at equal spacing."""
+    blocks = max(1, tokens // BLOCK)
+    step = -(-blocks // SAMPLED_BLOCKS)
+    return -(-blocks // step), step
+
+
 def sampled_blocks(x: Tensor) -> Tensor:
-    """float32 [B, H, n, 128, D]: up to 16 blocks at equal spacing of ``x`` [B, H, S, D]; all of less than a block."""
+    """float32 [B, H, n, 128, D]: the sampled blocks of ``x`` [B, H, S, D]; all of less than a block."""
     blocks = x.shape[2] // BLOCK
     if blocks == 0:
         return x.unsqueeze(2).float()
-    step = -(-blocks // SAMPLED_BLOCKS)
+    _, step = sampling(x.shape[2])
     return x[:, :, : blocks * BLOCK].unflatten(2, (blocks, BLOCK))[:, :, ::step].float()
 
 
 def feedback(rows: Tensor) -> Tensor:
-    """float32 [B, H, D', D']: weights of errors for rows that are multiplied with ``rows`` [B, H, N, D], rotated.
+    """float16 [B, H, D', D']: weights of errors for rows that are multiplied with ``rows`` [B, H, N, D], rotated.
 
     D' is D, filled up to whole groups. With ``C = U U^T``, U upper triangular, and ``B`` the 16 x 16 blocks on its
     diagonal, ``W = 1 - B U^-1``; it is zero but right of those blocks. The weights only steer a rounding: no finite
@@ -131,4 +138,5 @@ def feedback(rows: Tensor) -> Tensor:
     own = upper.unflatten(3, groups).unflatten(2, groups).diagonal(dim1=2, dim2=4).movedim(-1, 2)
     weights = eye - (own @ inverse.unflatten(2, groups)).flatten(2, 3)
     group = torch.arange(size, device=rows.device) // NVFP4_GROUP
-    return torch.where(group[:, None] < group, weights, 0.0).float().nan_to_num(0.0, 0.0, 0.0)
+    weights = torch.where(group[:, None] < group, weights, 0.0)
+    return weights.nan_to_num(0.0, 0.0, 0.0).half().nan_to_num(0.0, 0.0, 0.0)

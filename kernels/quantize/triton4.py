@@ -17,7 +17,7 @@ from ..arch import family
 from ..formats import E2M1_MAX, E4M3_MAX, NVFP4, NVFP4_GROUP, positive
 from ..group.blocks import BLOCK
 from ..triton_support import LaunchSettings, aligned, is_interpreted, launch, word_strides
-from .nvfp4 import key_feedback, query_feedback
+from .nvfp4 import DAMPING, SAMPLED_BLOCKS, SCALE_STEPS, sampling
 from .operands import Operands4
 from .rotation import rotate
 
@@ -35,6 +35,10 @@ MOST_BIAS = 1e30  # in units of the product of scales; float32 ends at 3e38
 MOST_MEAN = 1e25  # of values in units of their channel's scale; a row sum is up to 2688 a key
 
 PREPARE = LaunchSettings(num_warps=8, num_stages=1)
+REGISTERS = 128  # of a thread: two programs of 8 warps then share a multiprocessor
+ROUND = LaunchSettings(num_warps=4, num_stages=1)  # rounds rows of queries and keys
+ROUND_ROWS = 64
+ROUND_REGISTERS = 168  # three programs of 4 warps; with 128 registers they spill
 BIAS = LaunchSettings(num_warps=8, num_stages=2)
 BIAS_ROWS = 64
 
@@ -109,8 +113,6 @@ def prepare4(
 ) -> TritonOperands4:
     """Operands of one call, on the tensors' device and torch's current stream, without synchronizing.
 
-    Not while a CUDA graph is captured: the feedback's factors come from cuSOLVER.
-
     Args:
         q: [B, H, S_q, D], k, v: [B, H, S_kv, D]; bf16 or fp16, any strides, D of HEAD_DIMS.
         scale: softmax scale; its sign goes into q.
@@ -124,7 +126,7 @@ def prepare4(
     keys = _Rows(k, permutation, 1.0)
     key_mean = k.mean(2, dtype=torch.float32).flatten(0, 1)
     turned_mean = rotate(key_mean)
-    q_means, q_largest = _query_maxima(queries)
+    q_means, turned_q_means, q_largest = _query_maxima(queries)
     k_largest = _key_maxima(keys, turned_mean)
     means, v_scale, v_largest = _value_maxima(v, permutation, demean)
 
@@ -139,8 +141,8 @@ def prepare4(
     shortened = (MOST_OCTAVES / score_bound).clamp_max(1.0)
     octaves = (unit * (abs(scale or 1.0) * math.log2(math.e)) * shortened).clamp_min(SMALLEST_UNIT)
     finite = torch.stack([*(x.isfinite().all() for x in (q_largest, k_largest, v_largest)), representable.all()])
-    q_codes, q_scales = _quantize_queries(queries, q_scale, query_feedback(k))
-    k_codes, k_scales = _quantize_keys(keys, turned_mean, k_scale, key_feedback(q))
+    q_codes, q_scales = _quantize_queries(queries, turned_q_means, q_scale, _feedback(keys, k_scale, between=True))
+    k_codes, k_scales = _quantize_keys(keys, turned_mean, k_scale, _feedback(queries, q_scale, between=False))
     v_codes, v_scales, unit_means = _quantize_values(v, permutation, demean, means, v_scale)
     return TritonOperands4(
         q=q_codes,
@@ -230,10 +232,12 @@ def _order(permutation: Tensor | None, like: Tensor) -> Tensor:
     return torch.empty(1, dtype=torch.int32, device=like.device) if permutation is None else permutation
 
 
-def _query_maxima(rows: _Rows) -> tuple[Tensor, Tensor]:
+def _query_maxima(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Block means [BH, NQ, D], the same rotated, and the largest magnitude without them [BH]."""
     from ..triton_kernels.prepare4 import query_maxima_kernel
 
     means = rows.new(rows.batch_heads, rows.blocks, rows.head_dim)
+    turned_means = torch.empty_like(means)
     maxima = rows.new(rows.batch_heads, rows.blocks)
     launch(
         query_maxima_kernel,
@@ -241,32 +245,88 @@ def _query_maxima(rows: _Rows) -> tuple[Tensor, Tensor]:
         rows.grid,
         rows.x,
         means,
+        turned_means,
         maxima,
         *rows.sizes,
         D=rows.head_dim,
         EMULATE=emulates(rows.device),
         settings=PREPARE,
+        maxnreg=REGISTERS,
     )
-    return means, maxima.amax(1)
+    return means, turned_means, maxima.amax(1)
 
 
-def _quantize_queries(rows: _Rows, scale: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
+def _feedback(rows: _Rows, scale: Tensor, between: bool) -> Tensor:
+    """float16 [BH, D, D]: `feedback` for what is multiplied with ``rows``, whose ``scale`` [BH] is any such unit.
+
+    Args:
+        between: whether the means of the blocks are part of the rows' covariance.
+    """
+    from ..triton_kernels.feedback4 import covariance_kernel, feedback_kernel
+
+    heads, tokens = rows.x.shape[1:3]
+    samples, step = sampling(tokens)
+    size = rows.head_dim
+    covariances = rows.new(rows.batch_heads, samples, size, size)
+    means = rows.new(rows.batch_heads, samples, size)
+    launch(
+        covariance_kernel,
+        rows.device,
+        rows.batch_heads * samples,
+        rows.x,
+        scale,
+        covariances,
+        means,
+        heads,
+        tokens,
+        samples,
+        step,
+        *word_strides(rows.x),
+        size**-0.5,
+        D=size,
+        EMULATE=emulates(rows.device),
+        settings=PREPARE,
+    )
+    weights = rows.new(rows.batch_heads, size, size, dtype=torch.float16)
+    launch(
+        feedback_kernel,
+        rows.device,
+        rows.batch_heads,
+        covariances,
+        means,
+        weights,
+        tokens,
+        samples,
+        DAMPING,
+        D=size,
+        BETWEEN=between,
+        SAMPLES=SAMPLED_BLOCKS,
+        settings=PREPARE,
+    )
+    return weights
+
+
+def _quantize_queries(rows: _Rows, means: Tensor, scale: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
     from ..triton_kernels.prepare4 import queries4_kernel
 
     codes, scales = rows.packed()
     launch(
         queries4_kernel,
         rows.device,
-        rows.grid,
+        rows.grid * (BLOCK // ROUND_ROWS),
         rows.x,
+        means,
         scale,
         feedback,
         codes,
         scales,
+        len(SCALE_STEPS),
         *rows.sizes,
         D=rows.head_dim,
         EMULATE=emulates(rows.device),
-        settings=PREPARE,
+        ROWS=ROUND_ROWS,
+        settings=ROUND,
+        maxnreg=ROUND_REGISTERS,
     )
     return codes, scales
 
@@ -288,6 +348,7 @@ def _key_maxima(rows: _Rows, mean: Tensor) -> Tensor:
         PERMUTED=rows.permutation is not None,
         EMULATE=emulates(rows.device),
         settings=PREPARE,
+        maxnreg=REGISTERS,
     )
     return maxima.amax(1)
 
@@ -299,7 +360,7 @@ def _quantize_keys(rows: _Rows, mean: Tensor, scale: Tensor, feedback: Tensor) -
     launch(
         keys4_kernel,
         rows.device,
-        rows.grid,
+        rows.grid * (BLOCK // ROUND_ROWS),
         rows.x,
         _order(rows.permutation, rows.x),
         mean,
@@ -307,11 +368,14 @@ def _quantize_keys(rows: _Rows, mean: Tensor, scale: Tensor, feedback: Tensor) -
         feedback,
         codes,
         scales,
+        len(SCALE_STEPS),
         *rows.sizes,
         D=rows.head_dim,
         PERMUTED=rows.permutation is not None,
         EMULATE=emulates(rows.device),
-        settings=PREPARE,
+        ROWS=ROUND_ROWS,
+        settings=ROUND,
+        maxnreg=ROUND_REGISTERS,
     )
     return codes, scales
 
@@ -364,12 +428,14 @@ def _quantize_values(
         unit_means,
         codes,
         scales,
+        len(SCALE_STEPS),
         *rows.sizes[:-1],
         D=rows.head_dim,
         PERMUTED=permutation is not None,
         DEMEAN=demean,
         EMULATE=emulates(v.device),
         settings=PREPARE,
+        maxnreg=REGISTERS,
     )
     return codes, scales, unit_means if demean else None
 

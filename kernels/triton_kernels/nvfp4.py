@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 steps by 1 there
+TOP_CODE = tl.constexpr(126)  # UE4M3 bits of 448
+ONE_SIXTH = tl.constexpr(1 / 6)
+STEPS = tl.constexpr(0x65201)  # from the code that maps a group's largest to 6, plus 1, four bits each: 0, -1, 1, 4, 5
 
 
 @triton.jit
@@ -53,6 +56,15 @@ def bits_of_ue4m3(rounded):
     """UE4M3 bits (uint8) of a float32 that is such a number: the bias is 7 instead of 127."""
     normal = (rounded.to(tl.int32, bitcast=True) >> 20) - (120 << 3)
     return tl.where(rounded < 2.0**-6, (rounded * 512.0).to(tl.int32), normal).to(tl.uint8)
+
+
+@triton.jit
+def encode_ue4m3(x, EMULATE: tl.constexpr):
+    """UE4M3 bits (uint8) of x >= 0."""
+    if EMULATE:
+        return bits_of_ue4m3(round_ue4m3(x))
+    else:
+        return tl.minimum(x, 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -104,12 +116,81 @@ def decode_e2m1(code):
 
 
 @triton.jit
-def round_e2m1(x):
-    """Nearest E2M1 number of x, as float32 without its sign."""
-    magnitude = tl.minimum(tl.abs(x), 6.0)
-    # Adding 1.5 * 2^23 steps leaves steps alone.
-    rounder = tl.where(magnitude < 2.0, 0.5 * ROUNDER, tl.where(magnitude < 4.0, ROUNDER, 2.0 * ROUNDER))
-    return (magnitude + rounder) - rounder
+def round_e2m1(x, EMULATE: tl.constexpr):
+    """Nearest E2M1 number of x, as float32."""
+    if EMULATE:
+        magnitude = tl.minimum(tl.abs(x), 6.0)
+        # E2M1 steps by half the power of two below a number, by a half below 1. Adding 1.5 * 2^23 steps leaves steps.
+        power = (tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        rounder = power * (0.5 * ROUNDER)
+        rounded = ((magnitude + rounder) - rounder).to(tl.int32, bitcast=True)
+        return (rounded | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b8 code;
+            .reg .b16 low, high;
+            .reg .b32 both;
+            cvt.rn.satfinite.e2m1x2.f32 code, $3, $2;
+            cvt.rn.f16x2.e2m1x2 both, code;
+            mov.b32 {low, high}, both;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
+            }""",
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def inverse_of(scale, EMULATE: tl.constexpr):
+    """``1 / scale`` of UE4M3 numbers; zero for zero, so that a group whose scale is zero is stored as zeros."""
+    safe = tl.maximum(scale, 2.0**-9)
+    if EMULATE:
+        inverse = 1.0 / safe
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [safe], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.where(scale > 0.0, inverse, 0.0)
+
+
+@triton.jit
+def squared_error(x, scale, EMULATE: tl.constexpr):
+    """[N]: what rounding groups x [N, 16] costs under scales [N]."""
+    error = round_e2m1(x * inverse_of(scale, EMULATE)[:, None], EMULATE) * scale[:, None] - x
+    return tl.sum(error * error, axis=1)
+
+
+@triton.jit
+def closest_scales(x, candidates, EMULATE: tl.constexpr):
+    """UE4M3 bits, int32 [N], that round groups x [N, 16] with least error, of the first ``candidates`` of STEPS."""
+    at_6 = encode_ue4m3(tl.max(tl.abs(x), axis=1) * ONE_SIXTH, EMULATE).to(tl.int32)
+    best, least = at_6, tl.full([x.shape[0]], float("inf"), tl.float32)
+    # Not unrolled: Triton takes half a minute to compile five trials of each of eight groups, and they spill.
+    for i_candidate in range(candidates):
+        step = ((STEPS >> (4 * i_candidate)) & 15) - 1
+        code = tl.minimum(tl.maximum(at_6 + step, 0), TOP_CODE)
+        error = squared_error(x, decode_ue4m3(code), EMULATE)
+        best = tl.where(error < least, code, best)
+        least = tl.minimum(error, least)
+    return best
+
+
+@triton.jit
+def round_groups(x, candidates, EMULATE: tl.constexpr):
+    """Groups x [N, 16] in NVFP4: UE4M3 bits [N], packed codes [N, 8], and what is lost [N, 16], stored minus x."""
+    N: tl.constexpr = x.shape[0]
+    bits = closest_scales(x, candidates, EMULATE)
+    scale = decode_ue4m3(bits)
+    ratio = x * inverse_of(scale, EMULATE)[:, None]
+    ratio = tl.where((scale > 0.0)[:, None], ratio, 0.0)  # no zeros with the sign of what is lost
+    even, odd = tl.split(tl.reshape(ratio, [N, 8, 2]))
+    lost = round_e2m1(ratio, EMULATE) * scale[:, None] - x
+    return bits.to(tl.uint8), pack_e2m1(even, odd, EMULATE), lost
 
 
 @triton.jit

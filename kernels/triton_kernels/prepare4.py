@@ -9,11 +9,10 @@ quantize/nvfp4.py.
 import triton
 import triton.language as tl
 
-from .nvfp4 import bits_of_ue4m3, decode_ue4m3, pack_e2m1, round_e2m1, round_ue4m3
+from .nvfp4 import round_groups
 
 BLOCK = tl.constexpr(128)
 GROUP = tl.constexpr(16)
-TOP_CODE = tl.constexpr(126)  # UE4M3 bits of 448
 WORD = tl.constexpr(8)  # strides are in words of 8 elements, so that Triton sees that rows are 16-byte aligned
 
 
@@ -60,7 +59,7 @@ def load_rows(p_x, i_head, token, mask, heads, stride_b, stride_h, stride_s, D: 
 @triton.jit
 def product(a, b, c, EMULATE: tl.constexpr):
     """``c + a b`` in float32 for a and b of one dtype; emulated by TF32, which holds 16-bit numbers exactly."""
-    if a.dtype == tl.float32:  # only the reference's operands
+    if a.dtype == tl.float32:  # means, and the reference's operands
         return tl.dot(a, b, c, input_precision="tf32x3")
     elif EMULATE:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="tf32")
@@ -69,10 +68,24 @@ def product(a, b, c, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def transformed(x, ROWS: tl.constexpr):
+    """[ROWS, 16 G] from x [G * ROWS, 16], groups of channels in turn: the Hadamard transform of order G over them."""
+    SIZE: tl.constexpr = x.shape[0]
+    if SIZE == ROWS:
+        return x
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, [2, SIZE // 2, GROUP]), [1, 2, 0]))
+        return joined(transformed(first + second, ROWS), transformed(first - second, ROWS))
+
+
+@triton.jit
 def rotated(x, factor, D: tl.constexpr, EMULATE: tl.constexpr):
-    """float32: rows x [BLOCK, D] times the Hadamard matrix times ``factor``."""
-    zero = tl.zeros([BLOCK, D], tl.float32)
-    return product(x, sign_matrix(D, x.dtype), zero, EMULATE) * factor
+    """float32: rows x [ROWS, D] times the Hadamard matrix times ``factor``; inside groups of 16 by a product."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = D // GROUP
+    stacked = tl.reshape(tl.permute(tl.reshape(x, [ROWS, GROUPS, GROUP]), [1, 0, 2]), [GROUPS * ROWS, GROUP])
+    zero = tl.zeros([GROUPS * ROWS, GROUP], tl.float32)
+    return transformed(product(stacked, sign_matrix(GROUP, x.dtype), zero, EMULATE), ROWS) * factor
 
 
 @triton.jit
@@ -86,114 +99,104 @@ def rounded_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def smooth_queries(
-    p_q, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, factor,
-    D: tl.constexpr, EMULATE: tl.constexpr,
-):  # fmt: skip
-    """A block of q: rows rotated and without their mean, float32, and the mean before rotation [D]."""
-    token = i_block * BLOCK + tl.arange(0, BLOCK)
+def load_queries(
+    p_q, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D: tl.constexpr, ROWS: tl.constexpr = BLOCK
+):
+    """Rows of q from ``first`` on, [ROWS, D], and which of its rows are real."""
+    token = first + tl.arange(0, ROWS)
     mask = token < tokens
-    rows = load_rows(p_q, i_head, token, mask, heads, stride_b, stride_h, stride_s, D)
-    count = tl.minimum(tokens - i_block * BLOCK, BLOCK).to(tl.float32)
-    turned = rotated(rows, factor, D, EMULATE)
-    turned = tl.where(mask[:, None], turned - (tl.sum(turned, axis=0) / count)[None, :], 0.0)
-    return turned, tl.sum(rows.to(tl.float32), axis=0) / count
+    return load_rows(p_q, i_head, token, mask, heads, stride_b, stride_h, stride_s, D), mask
 
 
 @triton.jit
-def smooth_keys(
-    p_k, p_permutation, p_mean, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, factor,
-    D: tl.constexpr, PERMUTED: tl.constexpr, EMULATE: tl.constexpr,
+def load_keys(
+    p_k, p_permutation, i_head, first, heads, tokens, stride_b, stride_h, stride_s,
+    D: tl.constexpr, PERMUTED: tl.constexpr, ROWS: tl.constexpr = BLOCK,
 ):  # fmt: skip
-    """A block of k in KEY_ORDER, rotated and without the mean over tokens, float32."""
-    key = key_at(i_block * BLOCK + tl.arange(0, BLOCK))
+    """Rows of k from position ``first`` on, [ROWS, D] in KEY_ORDER, and which of its rows are real."""
+    key = key_at(first + tl.arange(0, ROWS))
     mask = key < tokens
     token = gathered(p_permutation, i_head, key, mask, tokens, PERMUTED)
-    rows = load_rows(p_k, i_head, token, mask, heads, stride_b, stride_h, stride_s, D)
-    mean = tl.load(p_mean + i_head * D + tl.arange(0, D))
-    return tl.where(mask[:, None], rotated(rows, factor, D, EMULATE) - mean[None, :], 0.0)
+    return load_rows(p_k, i_head, token, mask, heads, stride_b, stride_h, stride_s, D), mask
 
 
 @triton.jit
-def inverse_of(scale):
-    """``1 / scale``; zero for zero, so that a group whose scale is zero is stored as zeros."""
-    safe = tl.where(scale > 0.0, scale, 1.0)
-    one = tl.full([scale.shape[0], scale.shape[1]], 1.0, tl.float32)
-    return tl.where(scale > 0.0, tl.div_rn(one, safe), 0.0)
-
-
-@triton.jit
-def squared_error(x, scale):
-    """[ROWS, GROUPS]: what rounding x [ROWS, GROUPS, 16] costs under scales [ROWS, GROUPS]."""
-    rounded = round_e2m1(x * inverse_of(scale)[:, :, None]) * scale[:, :, None]
-    error = rounded - tl.abs(x)
-    return tl.sum(error * error, axis=2)
-
-
-@triton.jit
-def closer_scales(x, at_6, best, least, STEP: tl.constexpr):
-    """``best`` and its squared error, or the code STEP from ``at_6`` and its error where that is smaller."""
-    code = tl.minimum(tl.maximum(at_6 + STEP, 0), TOP_CODE)
-    error = squared_error(x, decode_ue4m3(code))
-    return tl.where(error < least, code, best), tl.minimum(error, least)
-
-
-@triton.jit
-def closest_scales(x):
-    """UE4M3 bits, int32 [ROWS, GROUPS], that round x [ROWS, GROUPS, 16] with the least squared error."""
-    largest = tl.max(tl.abs(x), axis=2)
-    six = tl.full([x.shape[0], x.shape[1]], 6.0, tl.float32)
-    at_6 = bits_of_ue4m3(round_ue4m3(tl.div_rn(largest, six))).to(tl.int32)
-    best, least = at_6, squared_error(x, decode_ue4m3(at_6))
-    best, least = closer_scales(x, at_6, best, least, -1)
-    best, least = closer_scales(x, at_6, best, least, 1)
-    best, least = closer_scales(x, at_6, best, least, 4)
-    best, least = closer_scales(x, at_6, best, least, 5)
-    return best
-
-
-@triton.jit
-def store_groups(x, row, first_group, p_codes, p_scales, SIZE: tl.constexpr, EMULATE: tl.constexpr):
-    """Store NVFP4 of x [ROWS, GROUPS, 16] as groups of rows of SIZE numbers: packed codes and scales.
-
-    Returns what is lost: float32 [ROWS, GROUPS, 16], stored minus x.
-    """
+def halves(x):
+    """Left and right half of the channels of x [ROWS, N]."""
     ROWS: tl.constexpr = x.shape[0]
-    GROUPS: tl.constexpr = x.shape[1]
-    bits = closest_scales(x)
-    scale = decode_ue4m3(bits)
-    positive = tl.broadcast_to((scale > 0.0)[:, :, None], [ROWS, GROUPS, GROUP])
-    ratio = tl.where(positive, x * inverse_of(scale)[:, :, None], 0.0)  # no zeros with the sign of what is lost
-    even, odd = tl.split(tl.reshape(ratio, [ROWS, GROUPS * 8, 2]))
-    p_row = p_codes + row[:, None] * (SIZE // 2) + first_group * (GROUP // 2)
-    tl.store(p_row + tl.arange(0, GROUPS * 8)[None, :], pack_e2m1(even, odd, EMULATE))
-    p_row = p_scales + row[:, None] * (SIZE // GROUP) + first_group
-    tl.store(p_row + tl.arange(0, GROUPS)[None, :], bits.to(tl.uint8))
-    rounded = round_e2m1(ratio) * scale[:, :, None]
-    return tl.where(x < 0.0, -rounded, rounded) - x
+    N: tl.constexpr = x.shape[1]
+    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, N // 2]), [0, 2, 1]))
 
 
 @triton.jit
-def store_rows(x, scale, p_feedback, p_codes, p_scales, first_row, D: tl.constexpr, EMULATE: tl.constexpr):
-    """NVFP4 of rows x [BLOCK, D] under ``scale``, each group's error fed into the groups behind it.
+def joined(left, right):
+    """[ROWS, 2 N]: what `halves` gives two parts of."""
+    ROWS: tl.constexpr = left.shape[0]
+    N: tl.constexpr = left.shape[1]
+    return tl.reshape(tl.permute(tl.join(left, right), [0, 2, 1]), [ROWS, 2 * N])
 
-    ``p_feedback`` points to the head's weights [D, D].
+
+@triton.jit
+def store_groups(x, o_group, p_codes, p_scales, candidates, EMULATE: tl.constexpr):
+    """Store NVFP4 of groups x [N, 16], at o_group [N] of the program's groups: packed codes and scales.
+
+    Returns what is lost: float32 [N, 16], stored minus x.
     """
-    x = tl.div_rn(x, scale)
-    row = first_row + tl.arange(0, BLOCK)
-    for i_group in range(D // GROUP):
-        chosen = (tl.arange(0, D // GROUP) == i_group)[None, :, None]
-        group = tl.sum(tl.where(chosen, tl.reshape(x, [BLOCK, D // GROUP, GROUP]), 0.0), axis=1)
-        lost = store_groups(group[:, None, :], row, i_group, p_codes, p_scales, D, EMULATE)
-        o_from = tl.arange(0, GROUP) + i_group * GROUP
-        weights = tl.load(p_feedback + o_from[:, None] * D + tl.arange(0, D)[None, :])
-        x = product(tl.reshape(-lost, [BLOCK, GROUP]), weights, x, EMULATE)
+    bits, codes, lost = round_groups(x, candidates, EMULATE)
+    tl.store(p_codes + o_group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :], codes)
+    tl.store(p_scales + o_group, bits)
+    return lost
+
+
+@triton.jit
+def store_channels(
+    x, unit, p_mean, o_group, p_feedback, p_codes, p_scales, candidates,
+    FIRST: tl.constexpr, D: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """NVFP4 of the channels x [ROWS, N] from FIRST on, each group's error fed into the groups behind it.
+
+    The right half is moved by what the whole left half lost, then either half is treated likewise: the products of
+    group by group in fewer and larger ones. A group loses its mean last, which keeps few means in registers.
+    Returns half [ROWS, N]: x minus stored.
+    """
+    N: tl.constexpr = x.shape[1]
+    if N == GROUP:
+        mean = tl.load(p_mean + FIRST + tl.arange(0, GROUP))
+        lost = store_groups(
+            x - unit[:, None] * mean[None, :], o_group + FIRST // GROUP, p_codes, p_scales, candidates, EMULATE
+        )
+        return (-lost).to(tl.float16)
+    else:
+        left, right = halves(x)
+        left = store_channels(left, unit, p_mean, o_group, p_feedback, p_codes, p_scales, candidates, FIRST, D, EMULATE)
+        o_from = tl.arange(0, N // 2) + FIRST
+        o_to = o_from + N // 2
+        right = tl.dot(left, tl.load(p_feedback + o_from[:, None] * D + o_to[None, :]), right)
+        right = store_channels(
+            right, unit, p_mean, o_group, p_feedback, p_codes, p_scales, candidates, FIRST + N // 2, D, EMULATE
+        )
+        return joined(left, right)
+
+
+@triton.jit
+def store_rows(
+    x, unit, p_mean, p_feedback, p_codes, p_scales, candidates, first_row, D: tl.constexpr, EMULATE: tl.constexpr
+):
+    """NVFP4 of rows x [ROWS, D] minus ``unit`` [ROWS] times a mean, with feedback.
+
+    ``p_mean`` points to the mean [D], ``p_feedback`` to the weights [D, D] of the head.
+    """
+    p_codes += first_row * (D // 2)
+    p_scales += first_row * (D // GROUP)
+    o_group = tl.arange(0, x.shape[0]) * (D // GROUP)
+    store_channels(x, unit, p_mean, o_group, p_feedback, p_codes, p_scales, candidates, 0, D, EMULATE)
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
 def query_maxima_kernel(
     p_q,  # [B, heads, tokens, D]
     p_means: "*fp32",  # out [BH, blocks, D]: block means before rotation, times the sign in ``factor``
+    p_turned_means: "*fp32",  # out [BH, blocks, D]: after it, times ``factor``
     p_maxima: "*fp32",  # out [BH, blocks]: largest magnitude after smoothing; infinity where q is not finite
     heads: tl.int32,
     tokens: tl.int32,
@@ -206,20 +209,28 @@ def query_maxima_kernel(
     EMULATE: tl.constexpr,
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    turned, mean = smooth_queries(p_q, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, factor, D, EMULATE)
+    rows, mask = load_queries(p_q, i_head, i_block * BLOCK, heads, tokens, stride_b, stride_h, stride_s, D)
     place = i_head.to(tl.int64) * blocks + i_block
+    o_mean = place * D + tl.arange(0, D)
+    count = tl.minimum(tokens - i_block * BLOCK, BLOCK).to(tl.float32)
     sign = tl.where(factor > 0.0, 1.0, tl.where(factor < 0.0, -1.0, 0.0))
-    tl.store(p_means + place * D + tl.arange(0, D), mean * sign)
+    tl.store(p_means + o_mean, tl.sum(rows.to(tl.float32), axis=0) / count * sign)
+    turned = rotated(rows, factor, D, EMULATE)
+    mean = tl.sum(turned, axis=0) / count
+    tl.store(p_turned_means + o_mean, mean)
+    turned = tl.where(mask[:, None], turned - mean[None, :], 0.0)
     tl.store(p_maxima + place, tl.max(tl.max(finite_or_infinite(turned), axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
+@triton.jit(do_not_specialize=["candidates", "heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
 def queries4_kernel(
     p_q,
+    p_mean: "*fp32",  # [BH, blocks, D]: rotated block means
     p_scale: "*fp32",  # [BH]
-    p_feedback: "*fp32",  # [BH, D, D]
+    p_feedback: "*fp16",  # [BH, D, D]
     p_codes: "*u8",  # out [BH, blocks * BLOCK, D / 2]
     p_scales: "*u8",  # out [BH, blocks * BLOCK, D / 16]
+    candidates: tl.int32,  # scales tried for each group, of STEPS
     heads: tl.int32,
     tokens: tl.int32,
     blocks: tl.int32,
@@ -229,12 +240,21 @@ def queries4_kernel(
     factor: tl.float32,
     D: tl.constexpr,
     EMULATE: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
 ):
-    i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    turned, _ = smooth_queries(p_q, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, factor, D, EMULATE)
-    first_row = (i_head.to(tl.int64) * blocks + i_block) * BLOCK
-    p_head_feedback = p_feedback + i_head.to(tl.int64) * (D * D)
-    store_rows(turned, tl.load(p_scale + i_head), p_head_feedback, p_codes, p_scales, first_row, D, EMULATE)
+    i_part = tl.program_id(0) % (BLOCK // ROWS)
+    i_tile = tl.program_id(0) // (BLOCK // ROWS)
+    i_head, i_block = i_tile // blocks, i_tile % blocks
+    first = i_block * BLOCK + i_part * ROWS
+    unit = 1.0 / tl.load(p_scale + i_head)
+    rows, mask = load_queries(p_q, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D, ROWS)
+    unit_of_row = tl.where(mask, unit, 0.0)
+    block = i_head.to(tl.int64) * blocks + i_block
+    store_rows(
+        rotated(rows, factor * unit, D, EMULATE), unit_of_row, p_mean + block * D,
+        p_feedback + i_head.to(tl.int64) * (D * D), p_codes, p_scales, candidates, block * BLOCK + i_part * ROWS,
+        D, EMULATE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
@@ -255,23 +275,25 @@ def key_maxima_kernel(
     EMULATE: tl.constexpr,
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    keys = smooth_keys(
-        p_k, p_permutation, p_mean, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, factor,
-        D, PERMUTED, EMULATE,
-    )  # fmt: skip
+    rows, mask = load_keys(
+        p_k, p_permutation, i_head, i_block * BLOCK, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
+    )
+    mean = tl.load(p_mean + i_head * D + tl.arange(0, D))
+    keys = tl.where(mask[:, None], rotated(rows, factor, D, EMULATE) - mean[None, :], 0.0)
     largest = tl.max(tl.max(finite_or_infinite(keys), axis=1), axis=0)
     tl.store(p_maxima + i_head.to(tl.int64) * blocks + i_block, largest)
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
+@triton.jit(do_not_specialize=["candidates", "heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s", "factor"])
 def keys4_kernel(
     p_k,
     p_permutation: "*i32",
     p_mean: "*fp32",
     p_scale: "*fp32",  # [BH]
-    p_feedback: "*fp32",  # [BH, D, D]
+    p_feedback: "*fp16",  # [BH, D, D]
     p_codes: "*u8",  # out [BH, blocks * BLOCK, D / 2], rows in KEY_ORDER
     p_scales: "*u8",  # out [BH, blocks * BLOCK, D / 16]
+    candidates: tl.int32,
     heads: tl.int32,
     tokens: tl.int32,
     blocks: tl.int32,
@@ -282,27 +304,58 @@ def keys4_kernel(
     D: tl.constexpr,
     PERMUTED: tl.constexpr,
     EMULATE: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
 ):
-    i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    keys = smooth_keys(
-        p_k, p_permutation, p_mean, i_head, i_block, heads, tokens, stride_b, stride_h, stride_s, factor,
-        D, PERMUTED, EMULATE,
+    i_part = tl.program_id(0) % (BLOCK // ROWS)
+    i_tile = tl.program_id(0) // (BLOCK // ROWS)
+    i_head, i_block = i_tile // blocks, i_tile % blocks
+    first = i_block * BLOCK + i_part * ROWS
+    unit = 1.0 / tl.load(p_scale + i_head)
+    rows, mask = load_keys(
+        p_k, p_permutation, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED, ROWS
+    )
+    unit_of_row = tl.where(mask, unit, 0.0)
+    first_row = (i_head.to(tl.int64) * blocks + i_block) * BLOCK + i_part * ROWS
+    store_rows(
+        rotated(rows, factor * unit, D, EMULATE), unit_of_row, p_mean + i_head * D,
+        p_feedback + i_head.to(tl.int64) * (D * D), p_codes, p_scales, candidates, first_row, D, EMULATE,
     )  # fmt: skip
-    first_row = (i_head.to(tl.int64) * blocks + i_block) * BLOCK
-    p_head_feedback = p_feedback + i_head.to(tl.int64) * (D * D)
-    store_rows(keys, tl.load(p_scale + i_head), p_head_feedback, p_codes, p_scales, first_row, D, EMULATE)
 
 
 @triton.jit
 def load_values(
-    p_v, p_permutation, i_head, first_token, heads, tokens, stride_b, stride_h, stride_s,
-    ROWS: tl.constexpr, D: tl.constexpr, PERMUTED: tl.constexpr,
+    p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s,
+    D: tl.constexpr, PERMUTED: tl.constexpr,
 ):  # fmt: skip
-    """Permuted v from a token on as float32 [ROWS, D], and which of its rows are real."""
-    token = first_token + tl.arange(0, ROWS)
+    """Permuted v at positions token [ROWS] as float32 [ROWS, D], and which of its rows are real."""
     mask = token < tokens
     source = gathered(p_permutation, i_head, token, mask, tokens, PERMUTED)
     return load_rows(p_v, i_head, source, mask, heads, stride_b, stride_h, stride_s, D).to(tl.float32), mask
+
+
+@triton.jit
+def load_groups(
+    p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s,
+    STEP: tl.constexpr, D: tl.constexpr, PERMUTED: tl.constexpr,
+):  # fmt: skip
+    """float32 [N, D, 16 / STEP]: permuted v at the tokens ``token`` [N], then ``token + STEP``, and so on to 16.
+
+    Joined tensors lie in one thread: no group is ever spread over threads.
+    """
+    if STEP == GROUP:
+        values, _ = load_values(
+            p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
+        )
+        return values
+    else:
+        even = load_groups(
+            p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s, 2 * STEP, D, PERMUTED
+        )
+        odd = load_groups(
+            p_v, p_permutation, i_head, token + STEP, heads, tokens, stride_b, stride_h, stride_s, 2 * STEP, D, PERMUTED
+        )
+        N: tl.constexpr = token.shape[0]
+        return tl.reshape(tl.join(even, odd), [N, D, GROUP // STEP])
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s"])
@@ -322,8 +375,9 @@ def value_maxima_kernel(
     DEMEAN: tl.constexpr,
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    token = i_block * BLOCK + tl.arange(0, BLOCK)
     values, mask = load_values(
-        p_v, p_permutation, i_head, i_block * BLOCK, heads, tokens, stride_b, stride_h, stride_s, BLOCK, D, PERMUTED
+        p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
     )
     o_mean = (i_head.to(tl.int64) * blocks + i_block) * D + tl.arange(0, D)
     if DEMEAN:
@@ -335,7 +389,7 @@ def value_maxima_kernel(
     tl.store(p_maxima + o_mean, tl.max(finite_or_infinite(values), axis=0))
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s"])
+@triton.jit(do_not_specialize=["candidates", "heads", "tokens", "blocks", "stride_b", "stride_h", "stride_s"])
 def values4_kernel(
     p_v,
     p_permutation: "*i32",
@@ -344,6 +398,7 @@ def values4_kernel(
     p_unit_means: "*fp32",  # out [BH, blocks, D]: means and what rounding took from them, in units of scale
     p_codes: "*u8",  # out [BH, blocks, D, BLOCK / 2]
     p_scales: "*u8",  # out [BH, blocks, D, BLOCK / 16]
+    candidates: tl.int32,
     heads: tl.int32,
     tokens: tl.int32,
     blocks: tl.int32,
@@ -355,26 +410,29 @@ def values4_kernel(
     DEMEAN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    GROUPS: tl.constexpr = BLOCK // GROUP
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     place = i_head.to(tl.int64) * blocks + i_block
     o_channel = tl.arange(0, D)
-    scale = tl.load(p_scale + i_head * D + o_channel)
+    inverse = 1.0 / tl.load(p_scale + i_head * D + o_channel)
+    first_token = i_block * BLOCK + tl.arange(0, GROUPS) * GROUP
+    groups = load_groups(
+        p_v, p_permutation, i_head, first_token, heads, tokens, stride_b, stride_h, stride_s, 1, D, PERMUTED
+    )  # fmt: skip
     mean = tl.zeros([D], tl.float32)
     if DEMEAN:
         mean = tl.load(p_means + place * D + o_channel)
-    lost = tl.zeros([D], tl.float32)
-    for i_group in range(BLOCK // GROUP):
-        first_token = i_block * BLOCK + i_group * GROUP
-        values, mask = load_values(
-            p_v, p_permutation, i_head, first_token, heads, tokens, stride_b, stride_h, stride_s, GROUP, D, PERMUTED
-        )
-        values = tl.where(mask[:, None], values - mean[None, :], 0.0)
-        group = tl.trans(tl.div_rn(values, tl.broadcast_to(scale[None, :], [GROUP, D])))
-        stored = store_groups(group[:, None, :], place * D + o_channel, i_group, p_codes, p_scales, BLOCK, EMULATE)
-        lost += tl.sum(tl.reshape(stored, [D, GROUP]), axis=1)
+        real = first_token[:, None] + tl.arange(0, GROUP)[None, :] < tokens
+        groups = tl.where(real[:, None, :], groups - mean[None, :, None], 0.0)
+    groups = tl.reshape(groups * inverse[None, :, None], [GROUPS * D, GROUP])
+    o_group = tl.reshape(o_channel[None, :] * GROUPS + tl.arange(0, GROUPS)[:, None], [GROUPS * D])
+    p_codes += place * (D * BLOCK // 2)
+    p_scales += place * (D * GROUPS)
+    lost = store_groups(groups, o_group, p_codes, p_scales, candidates, EMULATE)
     if DEMEAN:
         count = tl.minimum(tokens - i_block * BLOCK, BLOCK).to(tl.float32)
-        tl.store(p_unit_means + place * D + o_channel, tl.div_rn(mean, scale) - lost / count)
+        taken = tl.sum(tl.reshape(tl.sum(lost, axis=1), [GROUPS, D]), axis=0)
+        tl.store(p_unit_means + place * D + o_channel, mean * inverse - taken / count)
 
 
 @triton.jit(

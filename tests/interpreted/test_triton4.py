@@ -1,11 +1,12 @@
 """The 4-bit Triton kernels in Triton's interpreter: the source that a card compiles, instructions emulated."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
 from vc_attention import UnsupportedCall
-from vc_attention.attend import run_triton4, triton4
+from vc_attention.attend import triton4
 from vc_attention.attend.reference import attend4
 from vc_attention.attend.run_triton4 import run
 from vc_attention.attend.self_test4 import operand_fault
@@ -113,6 +114,24 @@ def test_launches_cut_by_scratch_memory_change_nothing(monkeypatch):
     assert torch.equal(attended(operands, q), expected)
 
 
+def test_one_bias_is_held_at_a_time(monkeypatch):
+    q, k, v = inputs(300, 130, 64)
+    operands = prepare4(q, k, v, scale=0.1)
+    make, made, held = triton4.score_bias, [], []
+
+    def watched(*arguments):
+        held.append(sum(bias() is not None for bias in made))
+        bias = make(*arguments)
+        made.append(weakref.ref(bias))
+        return bias
+
+    monkeypatch.setattr(triton4, "BIAS_BYTES", 256 * 4)  # one query block
+    monkeypatch.setattr(triton4, "score_bias", watched)
+    attended(operands, q)
+    assert held == [0, 0, 0]
+    assert made[-1]() is None
+
+
 def test_launches_cover_every_head_and_block_once():
     covered = [(h, b) for heads, blocks in launches(40, 591, 591) for h in heads for b in blocks]
     assert sorted(covered) == [(h, b) for h in range(40) for b in range(591)]
@@ -150,13 +169,6 @@ def test_a_mean_of_any_size_under_a_residual_of_zero(size):
     q, k, v = inputs(40, 300, 64)
     v = torch.full_like(v, size)
     torch.testing.assert_close(whole_call(q, k, v).float(), v[:, :, :40].float(), rtol=1e-2, atol=0)
-
-
-def test_a_graph_capture_is_refused(monkeypatch):
-    monkeypatch.setattr(run_triton4, "_is_on_gpu", lambda x: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnsupportedCall, match="no CUDA graph can capture"):
-        whole_call(*inputs(4, 4, 64))
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "v"])

@@ -4,7 +4,18 @@ import re
 
 import pytest
 from vc_attention.attend.triton4 import SETTINGS
-from vc_attention.quantize.triton4 import BIAS, BIAS_ROWS, HEAD_DIMS, NATIVE_FAMILIES, PREPARE
+from vc_attention.quantize.nvfp4 import SAMPLED_BLOCKS
+from vc_attention.quantize.triton4 import (
+    BIAS,
+    BIAS_ROWS,
+    HEAD_DIMS,
+    NATIVE_FAMILIES,
+    PREPARE,
+    REGISTERS,
+    ROUND,
+    ROUND_REGISTERS,
+    ROUND_ROWS,
+)
 
 from .triton_compile import SHARED_BYTES, check_counts, compile_for, skip_without_triton
 
@@ -14,6 +25,8 @@ PRODUCT_PTX = "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scal
 PRODUCT = r"\bOMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X\b"
 # Queries and keys of 128 x 128 by 16 x 8 x 64 (D = 128: two steps), probabilities and values likewise; 8 warps.
 PRODUCTS = {128: 64, 64: 32}
+ROUNDING = ("queries4_kernel", "keys4_kernel", "values4_kernel")
+ROUNDING_SASS = r"F2FP\.SATFINITE\.E2M1"
 SUMS = 4  # by the product with 16 columns of ones, where no means are removed
 
 
@@ -42,23 +55,35 @@ def test_attention(family, head_dim, means):
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_preparation(family, head_dim):
-    from vc_attention.triton_kernels import prepare4
+    from vc_attention.triton_kernels import feedback4, prepare4
 
-    common = {"D": head_dim, "PERMUTED": True, "DEMEAN": True, "ROWS": BIAS_ROWS, "EMULATE": False}
-    for kernel, settings in (
-        (prepare4.query_maxima_kernel, PREPARE),
-        (prepare4.queries4_kernel, PREPARE),
-        (prepare4.key_maxima_kernel, PREPARE),
-        (prepare4.keys4_kernel, PREPARE),
-        (prepare4.value_maxima_kernel, PREPARE),
-        (prepare4.values4_kernel, PREPARE),
-        (prepare4.bias_kernel, BIAS),
+    capped = {"maxnreg": REGISTERS}
+    rows_capped = {"maxnreg": ROUND_REGISTERS}
+    for kernel, settings, options in (
+        (prepare4.query_maxima_kernel, PREPARE, capped),
+        (prepare4.queries4_kernel, ROUND, rows_capped),
+        (prepare4.key_maxima_kernel, PREPARE, capped),
+        (prepare4.keys4_kernel, ROUND, rows_capped),
+        (prepare4.value_maxima_kernel, PREPARE, {}),
+        (prepare4.values4_kernel, PREPARE, capped),
+        (prepare4.bias_kernel, BIAS, {}),
+        (feedback4.covariance_kernel, PREPARE, {}),
+        (feedback4.feedback_kernel, PREPARE, {}),
     ):
-        names = [parameter.name for parameter in kernel.params]
-        dtypes = dict.fromkeys(("p_q", "p_k", "p_v", "p_high", "p_low"), "*bf16")
-        constants = {name: value for name, value in common.items() if name in names}
-        made = compile_for(kernel, family, dtypes, constants, settings)
+        made = compile_preparation(kernel, family, head_dim, settings, options)
+        rounds = kernel.__name__ in ROUNDING
         assert made.stack_bytes == 0, kernel
+        assert made.registers <= options.get("maxnreg", 255), kernel
         assert made.shared_bytes <= SHARED_BYTES[family], kernel
-        if "codes" in " ".join(names):
-            assert "cvt.rn.satfinite.e2m1x2.f32" in made.ptx, kernel
+        if rounds:  # its candidate scales are a loop: unrolled, Triton takes half a minute to compile it
+            check_counts(f"{kernel.__name__}/{family}/D{head_dim}", made, ROUNDING_SASS)
+
+
+def compile_preparation(kernel, family, head_dim, settings, options):
+    constants = {"D": head_dim, "PERMUTED": True, "DEMEAN": True, "EMULATE": False}
+    constants["ROWS"] = BIAS_ROWS if kernel.__name__ == "bias_kernel" else ROUND_ROWS
+    constants |= {"BETWEEN": True, "SAMPLES": SAMPLED_BLOCKS}
+    names = [parameter.name for parameter in kernel.params]
+    dtypes = dict.fromkeys(("p_q", "p_k", "p_v", "p_x", "p_high", "p_low"), "*bf16")
+    constants = {name: value for name, value in constants.items() if name in names}
+    return compile_for(kernel, family, dtypes, constants, settings, **options)
