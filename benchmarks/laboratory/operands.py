@@ -14,7 +14,7 @@ from torch import Tensor
 from vc_attention.formats import E4M3_MAX, INT8_MAX, NVFP4_GROUP, nvfp4_scale, positive
 from vc_attention.group.blocks import BLOCK, block_means, expand_blocks, permute_tokens
 from vc_attention.quantize.nvfp4 import closest_nvfp4, fed_back_nvfp4, key_feedback, query_feedback
-from vc_attention.quantize.rotation import hadamard_matrix
+from vc_attention.quantize.rotation import rotate
 
 from .formats import Formats
 
@@ -80,11 +80,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, formats: Formats, permutation: Tens
         v_scale,
         means,
     )
-
-
-def rotate(x: Tensor) -> Tensor:
-    """``x`` [..., D] times the Hadamard matrix, float32."""
-    return x @ hadamard_matrix(x.shape[-1], x.device).float()
 
 
 def split_values(v: Tensor, rotated: bool, demean: bool) -> tuple[Tensor, Tensor | None]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from vc_attention import attention, group_values
 from vc_attention.group.api import Grouping
+from vc_attention.quantize.rotation import rotate
 
 from .attend_torch import attend_torch
-from .operands import prepare, rotate
+from .operands import prepare
 from .orders import balanced, cube_order
 from .variants import Variant
 

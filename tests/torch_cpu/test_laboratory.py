@@ -83,7 +83,7 @@ def test_4bit_emulation_is_the_reference(call, demean):
 
     q, k, v, permutation = call
     expected = attend4(quantize4(q, k, v, permutation, demean), q.shape[-1] ** -0.5)
-    assert relative_l2(emulated(call, OURS_4BIT, demean), expected) < 2e-3
+    assert relative_l2(emulated(call, OURS_4BIT, demean), expected) < 5e-4  # a tie away is 1.4e-4
 
 
 def test_16bit_emulation_is_exact_attention(call):
