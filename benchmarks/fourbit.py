@@ -52,7 +52,8 @@ from vc_attention.quantize.triton4 import prepare4
 from vc_attention.testing import clustered_qkv, random_qkv
 
 CLUSTERS = (8, 64, 256)
-LAYERS, STEPS = 6, 8  # of the render whose calls are caught
+DEMO = "demo model"
+STEPS = 8  # of the render whose calls are caught
 CAUGHT = {"cuda": (0, 4), "cpu": (2,)}  # steps
 TERMS = ("Q", "K", "P", "V")
 TOP = E2M1_MAX * E4M3_MAX
@@ -123,8 +124,8 @@ def query_methods() -> Iterator[Method]:
 
 
 @dataclass(frozen=True)
-class Call:
-    """q, k, v [B, H, S, D] of one call, the queries that are asked, and the exact output for them."""
+class Calls:
+    """q, k, v [B, H, S, D] of B calls of equal size, the queries that are asked, and the exact output for them."""
 
     q: Tensor
     k: Tensor
@@ -134,13 +135,13 @@ class Call:
     exact: Tensor
 
     @staticmethod
-    def of(qkv: list[Tensor], grid: tuple[int, int, int], queries: int) -> Call:
+    def of(qkv: list[Tensor], grid: tuple[int, int, int], queries: int) -> Calls:
         """``queries`` rows are asked: whole blocks at equal distances."""
         q, k, v = qkv
         count = max(1, min(queries, q.shape[2]) // BLOCK)
         blocks = torch.arange(count, device=q.device) * (q.shape[2] // BLOCK) // count
         asked = chosen(q, blocks)
-        return Call(q, k, v, grid, blocks, exact_attention(asked, k, v, q.shape[-1] ** -0.5))
+        return Calls(q, k, v, grid, blocks, exact_attention(asked, k, v, q.shape[-1] ** -0.5))
 
     def permutation(self, order: str) -> Tensor | None:
         """int32 [B, H, S] of an order's name."""
@@ -157,9 +158,9 @@ def chosen(x: Tensor, blocks: Tensor) -> Tensor:
     return x.unflatten(2, (-1, BLOCK))[:, :, blocks].flatten(2, 3)
 
 
-def attended(call: Call, method: Method, permutation: Tensor | None) -> Tensor:
+def attended(calls: Calls, method: Method, permutation: Tensor | None) -> Tensor:
     """float32 [B, H, rows, D]: attention with the operands as ``method`` rounds them."""
-    q, k = call.q.float(), call.k.float()
+    q, k = calls.q.float(), calls.k.float()
     if method.key_mean:
         k = (k.double() - k.mean(2, keepdim=True, dtype=torch.float64)).float()
     if method.rotated:
@@ -168,15 +169,15 @@ def attended(call: Call, method: Method, permutation: Tensor | None) -> Tensor:
     q = q - expand_blocks(q_means, q.shape[2])
     keys = permute_tokens(k, permutation)
     queries, stored_keys = rounded_rows(q, keys, method)
-    queries = chosen(queries, call.blocks)
-    bias = q_means[:, :, call.blocks] @ keys.transpose(2, 3)
+    queries = chosen(queries, calls.blocks)
+    bias = q_means[:, :, calls.blocks] @ keys.transpose(2, 3)
     scores = queries @ stored_keys.transpose(2, 3) + expand_blocks(bias, queries.shape[2])
     weights = torch.softmax(scores * q.shape[-1] ** -0.5, dim=-1)
-    residual, means = rounded_values(permute_tokens(call.v, permutation), method)
+    residual, means = rounded_values(permute_tokens(calls.v, permutation), method)
     stored = rounded_probabilities(weights) if "P" in method.terms else weights
     if means is None:
         return stored @ residual / stored.sum(-1, keepdim=True)
-    return stored @ residual + weights @ expand_blocks(means, call.v.shape[2])
+    return stored @ residual + weights @ expand_blocks(means, calls.v.shape[2])
 
 
 def rounded_rows(q: Tensor, k: Tensor, method: Method) -> tuple[Tensor, Tensor]:
@@ -228,61 +229,56 @@ def rounded_probabilities(weights: Tensor) -> Tensor:
     """NVFP4 of rows whose largest is 448 x 6, and back; one row maximum for all tiles, not a running one."""
     unit = weights.amax(-1, keepdim=True) / TOP
     one = torch.ones((), device=weights.device)
-    rows = (weights / unit).split(1, dim=1)  # heads in turn, for memory
-    return torch.cat([quantize_nvfp4(row, one).dequantize() for row in rows], dim=1) * unit
+    heads = (weights / unit).flatten(0, 1)  # in turn, for memory
+    return torch.stack([quantize_nvfp4(head, one).dequantize() for head in heads]).view_as(weights) * unit
 
 
-def kernels(call: Call, permutation: Tensor | None) -> Tensor:
+def kernels(calls: Calls, permutation: Tensor | None) -> Tensor:
     """The shipped mode by the Triton kernels, for the queries that are asked."""
-    output = torch.empty_like(call.q)
-    scale = call.q.shape[-1] ** -0.5
-    attend_triton4(prepare4(call.q, call.k, call.v, scale=scale, permutation=permutation), output)
-    return chosen(output, call.blocks).float()
+    output = torch.empty_like(calls.q)
+    scale = calls.q.shape[-1] ** -0.5
+    attend_triton4(prepare4(calls.q, calls.k, calls.v, scale=scale, permutation=permutation), output)
+    return chosen(output, calls.blocks).float()
 
 
 def relative_error(output: Tensor, exact: Tensor) -> float:
-    """Relative L2."""
-    return float((output.double() - exact.double()).norm() / exact.double().norm())
+    """Relative L2, root mean square over calls."""
+    calls = (1, 2, 3)
+    squares = (output.double() - exact.double()).square().sum(calls) / exact.double().square().sum(calls)
+    return float(squares.mean().sqrt())
 
 
-def measured(calls: list[Call], method: Method, orders: dict) -> dict:
-    """A row: root mean square over calls."""
-    errors, removed = [], []
-    for index, call in enumerate(calls):
-        if (index, method.order) not in orders:
-            orders[index, method.order] = call.permutation(method.order)
-        permutation = orders[index, method.order]
-        errors.append(relative_error(attended(call, method, permutation), call.exact))
-        removed.append(float(removed_energy(call.v, permutation).mean()) if method.demean else 0.0)
+def measured(calls: Calls, method: Method, orders: dict[str, Tensor | None]) -> dict:
+    """A row of one method."""
+    if method.order not in orders:
+        orders[method.order] = calls.permutation(method.order)
+    permutation = orders[method.order]
     return {
         "smoothing": method.smoothing(),
         "values": method.values(),
         "rounding": method.rounding,
         "rounded": "".join(method.terms),
         "queries": method.queries,
-        "calls": len(calls),
-        "removed_energy": sum(removed) / len(removed),
-        "error": math.sqrt(sum(error**2 for error in errors) / len(errors)),
+        "calls": calls.q.shape[0],
+        "removed_energy": float(removed_energy(calls.v, permutation).mean()) if method.demean else 0.0,
+        "error": relative_error(attended(calls, method, permutation), calls.exact),
     }
 
 
-def input_rows(name: str, calls: list[Call]) -> Iterator[dict]:
+def input_rows(name: str, calls: Calls) -> Iterator[dict]:
     """All rows of one input."""
-    orders: dict = {}
+    orders: dict[str, Tensor | None] = {}
     for table, methods in (("main", smoothing_methods()), ("terms", term_methods()), ("queries", query_methods())):
         for method in methods:
             yield {"input": name, "table": table, "computed": "torch"} | measured(calls, method, orders)
-    if calls[0].q.is_cuda:
-        errors = [
-            relative_error(kernels(call, orders[index, "k-means"]), call.exact) for index, call in enumerate(calls)
-        ]
-        error = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    if calls.q.is_cuda:
         shipped = {"smoothing": SHIPPED.smoothing(), "values": SHIPPED.values(), "rounding": SHIPPED.rounding}
-        computed = {"table": "kernels", "computed": "Triton kernels, instructions emulated", "calls": len(calls)}
+        computed = {"table": "kernels", "computed": "Triton kernels, instructions emulated", "calls": calls.q.shape[0]}
+        error = relative_error(kernels(calls, orders["k-means"]), calls.exact)
         yield {"input": name, **computed, **shipped, "error": error}
 
 
-def inputs(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, list[Call]]]:
+def inputs(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, Calls]]:
     """Calls by the name of their inputs, bf16."""
     grid = (arguments.frames, arguments.rows, arguments.columns)
     tokens = math.prod(grid)
@@ -291,25 +287,32 @@ def inputs(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, li
         "clustered": clustered_qkv(grid, heads=arguments.heads, dtype=torch.bfloat16, device=device),
     }
     for name, qkv in drawn.items():
-        yield name, [Call.of(qkv, grid, arguments.queries)]
+        yield name, Calls.of(qkv, grid, arguments.queries)
     if not arguments.drawn_only:
-        yield "demo model", caught_calls(arguments.queries, device)
+        yield DEMO, caught_calls(arguments.queries, device)
 
 
-def caught_calls(queries: int, device: str) -> list[Call]:
+def caught_calls(queries: int, device: str) -> Calls:
     """Self-attention of every layer at some steps of one render of the demo's model."""
     from laboratory.renders import ClipSet, Studio
 
     clips = ClipSet(prompts=range(1), seeds=1, steps=STEPS, batch=1)
-    calls: list[Call] = []
+    caught: list[list[Tensor]] = []
 
     def watch(step: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         if step in CAUGHT[device]:
-            qkv = [x[:1].to(torch.bfloat16) for x in (q, k, v)]
-            calls.append(Call.of(qkv, clips.grid, queries))
+            caught.append([x[:1].to(torch.bfloat16) for x in (q, k, v)])
 
     Studio(torch.device(device)).render(clips, None, watch)
-    return calls
+    return Calls.of([torch.cat(x) for x in zip(*caught, strict=True)], clips.grid, queries)
+
+
+def demo_fingerprint() -> str:
+    """First digits of the SHA-256 of the weights whose calls are caught."""
+    from fidelity import fingerprint
+    from laboratory.renders import checkpoint
+
+    return fingerprint(checkpoint.WEIGHTS)
 
 
 def cpu_environment() -> dict:
@@ -344,8 +347,10 @@ def main() -> None:
     made = []
     with torch.inference_mode():
         for name, calls in inputs(arguments, device):
-            batch, heads, tokens, _ = calls[0].q.shape
-            about = shared | {"heads": batch * heads, "tokens": tokens, "grid": list(calls[0].grid)}
+            _, heads, tokens, _ = calls.q.shape
+            about = shared | {"heads": heads, "tokens": tokens, "grid": list(calls.grid)}
+            if name == DEMO:
+                about["model"] = demo_fingerprint()
             rows = [about | row for row in input_rows(name, calls)]
             append(rows, path)
             made += rows
