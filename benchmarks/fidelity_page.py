@@ -58,7 +58,7 @@ def earlier(rows: list[dict]) -> list[dict]:
     """The renders of the model before the newest."""
     renders = of(rows, "renders")
     others = [row for row in renders if row["model"] != renders[-1]["model"]]
-    return [row for row in others if row["model"] == others[-1]["model"]]
+    return newest([row for row in others if row["model"] == others[-1]["model"]])
 
 
 def tables(all_rows: list[dict], speed: list[dict]) -> dict[str, str]:

@@ -22,7 +22,7 @@ PEERS = {
     "sdpa_flash": "torch SDPA, FlashAttention-2 in bf16 (ComfyUI's default)",
     "sdpa_cudnn": "torch SDPA, cuDNN in bf16",
     "fa3_bf16": "FlashAttention-3 in bf16",
-    "fa4_bf16": "FlashAttention-4 package in bf16",
+    "fa4_bf16": "FlashAttention-4's kernel in bf16",
     "sageattention": "SageAttention {major}",
     "comfy_kitchen_int8": "ComfyUI's INT8",
 }
