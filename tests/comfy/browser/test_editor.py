@@ -17,8 +17,8 @@ from .user import (
     WIDGETS,
     build,
     click_empty_canvas,
+    click_for_input,
     click_title,
-    double_click_for_input,
     last_latent,
     on_widget,
     picture_of_node,
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 def search(editor, words):
     """Open the node search by a double click on the canvas and type."""
-    double_click_for_input(editor, 700, 500)
+    click_for_input(editor, 700, 500, clicks=2)
     editor.do(lambda page: page.keyboard.type(words, delay=20))
 
 
