@@ -45,7 +45,7 @@ def grouping_for(
     rows = call.batch // len(prompts)
     keys = [_key(layer, call, rows, v, prompt) for prompt in prompts]
     chunks = [v[i * rows : (i + 1) * rows] for i in range(len(prompts))]
-    return _joined(_refreshed(run, forward, place, keys, chunks, layout))
+    return _joined(_refreshed(run, forward, layer, place, keys, chunks, layout))
 
 
 def _prompts(transformer_options: dict) -> list:
@@ -61,7 +61,7 @@ def _key(layer: Layer, call: AttentionCall, rows: int, v: Tensor, prompt) -> tup
 
 
 def _refreshed(
-    run: RunState, forward: Forward, place: Place, keys: list[tuple], values: list[Tensor], layout: str
+    run: RunState, forward: Forward, layer: Layer, place: Place, keys: list[tuple], values: list[Tensor], layout: str
 ) -> list[Grouping | None]:
     """The grouping of each chunk, regrouped where due; None for a prompt that first came after the window."""
     step, in_window = forward.position.step, forward.position.grouping
@@ -69,8 +69,9 @@ def _refreshed(
         held = run.groupings.get(key)
         if run.policy.regroup(in_window, step, held.step if held else None):
             made = _make(run, place, value, held.grouping if held else None, layout)
-            run.hold(key, HeldGrouping(made, step))
-    return [run.groupings[key].grouping if key in run.groupings else None for key in keys]
+            run.hold(key, HeldGrouping(made, layer, step))
+    kept = [run.groupings.get(key) for key in keys]
+    return [held.grouping if held else None for held in kept]
 
 
 def _joined(held: list[Grouping | None]) -> Grouping | None:

@@ -123,6 +123,7 @@ def _accelerate(
         )
         stretch.counted = reason is None
     if reason is not None:
+        run.leave(layer)
         return reason, None
     output = comfy_output(call, output, layout)
     run.count_accelerated(place, served.mode, served.implementation)

@@ -26,9 +26,10 @@ log = logging.getLogger("VC Attention")
 
 @dataclass(frozen=True)
 class HeldGrouping:
-    """A grouping and the step it was made in."""
+    """A grouping, the layer whose it is and the step it was made in."""
 
     grouping: Grouping
+    layer: Layer
     step: int
 
     @property
@@ -96,11 +97,17 @@ class RunState:
             self.tally.removed_energy.put(place, removed_energy)
 
     def hold(self, key: tuple, held: HeldGrouping) -> None:
-        """Keep a grouping until the next of its key, or the end of the run."""
+        """Keep a grouping until the next of its key, the end of its layer's acceleration, or that of the run."""
         with self._lock:
             before = self.groupings.get(key)
             self.groupings[key] = held
             self.tally.held_bytes += held.bytes - (before.bytes if before else 0)
+
+    def leave(self, layer: Layer) -> None:
+        """Let go of the groupings of a layer that is not accelerated any more."""
+        with self._lock:
+            for key in [key for key, held in self.groupings.items() if held.layer == layer]:
+                self.tally.held_bytes -= self.groupings.pop(key).bytes
 
     def switch_off(self, error: Exception) -> Reason:
         """Accelerate nothing more in this run. Said once, where the error is handled, with its traceback."""

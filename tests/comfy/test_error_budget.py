@@ -127,6 +127,18 @@ def test_calls_of_a_layer_over_the_budget_are_not_timed(host, pack):
     assert left["seconds"] == [0, 0, 0]
 
 
+def test_a_layer_over_the_budget_holds_no_grouping(host, pack):
+    record = next(m for m in pack.modules() if m.__name__.endswith(".nodes.record"))
+
+    def held(errors):
+        with_errors(host, pack, errors, grouping_window=1.0, refresh_interval=1)
+        return record.RECORD.runs(None)[-1]["held_bytes"]
+
+    both = held([0.05, 0.05])
+    assert held([0.9, 0.9]) == 0
+    assert held([0.05, 0.9]) == both / 2 > 0
+
+
 def test_every_render_judges_anew(host, pack):
     """State dies with the run: a layer left alone in one render is tried again in the next."""
     args = hard_for_keys()
