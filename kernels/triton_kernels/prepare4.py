@@ -99,6 +99,13 @@ def rounded_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def part_of_block(blocks, ROWS: tl.constexpr):
+    """This program's head, block of the head, and part of ROWS rows of the block."""
+    i_tile = tl.program_id(0) // (BLOCK // ROWS)
+    return i_tile // blocks, i_tile % blocks, tl.program_id(0) % (BLOCK // ROWS)
+
+
+@triton.jit
 def load_queries(
     p_q, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D: tl.constexpr, ROWS: tl.constexpr = BLOCK
 ):
@@ -242,9 +249,7 @@ def queries4_kernel(
     EMULATE: tl.constexpr,
     ROWS: tl.constexpr,  # of a program
 ):
-    i_part = tl.program_id(0) % (BLOCK // ROWS)
-    i_tile = tl.program_id(0) // (BLOCK // ROWS)
-    i_head, i_block = i_tile // blocks, i_tile % blocks
+    i_head, i_block, i_part = part_of_block(blocks, ROWS)
     first = i_block * BLOCK + i_part * ROWS
     unit = 1.0 / tl.load(p_scale + i_head)
     rows, mask = load_queries(p_q, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D, ROWS)
@@ -306,9 +311,7 @@ def keys4_kernel(
     EMULATE: tl.constexpr,
     ROWS: tl.constexpr,  # of a program
 ):
-    i_part = tl.program_id(0) % (BLOCK // ROWS)
-    i_tile = tl.program_id(0) // (BLOCK // ROWS)
-    i_head, i_block = i_tile // blocks, i_tile % blocks
+    i_head, i_block, i_part = part_of_block(blocks, ROWS)
     first = i_block * BLOCK + i_part * ROWS
     unit = 1.0 / tl.load(p_scale + i_head)
     rows, mask = load_keys(
