@@ -77,7 +77,7 @@ def main() -> int:
 def _path(options: argparse.Namespace, gpu: str) -> Path | None:
     """Where the rows go, if anywhere."""
     folder = options.output or (None if options.quick else rows.RESULTS)
-    return None if folder is None else folder / f"{gpu.lower().replace(' ', '-')}.jsonl"
+    return None if folder is None else folder / f"{rows.stem(gpu)}.jsonl"
 
 
 def _append(run: dict, made: list[dict], path: Path | None) -> None:
@@ -147,7 +147,8 @@ def all_turns(q, k, v, grouping: Grouping, quick: bool, ablations: bool) -> list
     paired = [compared]
     if not quick:
         found = {("complete_call", name, ""): call for name, call in peers.found(q, k, v).items()}
-        paired += alone({key: found.pop(key) for key in list(found) if key == BASELINE_CALL})
+        if BASELINE_CALL in found:
+            paired.append({BASELINE_CALL: found.pop(BASELINE_CALL)})
         others += alone(found)
         if ablations:
             others += alone(named("attention_kernel", "cuda", ablated(q, k, v, grouping)))
@@ -340,8 +341,7 @@ def clustered_errors() -> list[dict]:
     q, k, v = clustered_qkv(CLUSTERED_GRID, heads=2, dtype=torch.bfloat16, device="cuda")
     expected, grouping = ReferenceRows(q, k, v), group_values(v)
     calls = {
-        ("cuda", f"kernel, {SHIPPED}"): kernel_variant(q, k, v, grouping.permutation),
-        **{("cuda", f"kernel, {name}"): call for name, call in ablated(q, k, v, grouping).items()},
+        **shipped_and_ablated(q, k, v, grouping),
         **{("cuda", name): call for name, call in complete_calls(q, k, v, grouping).items()},
         **{(name, ""): call for name, call in peers.found(q, k, v).items()},
     }
@@ -355,11 +355,14 @@ def loud_channel_errors() -> list[dict]:
     q, k, v = normal_inputs((1, 2, math.prod(CLUSTERED_GRID), HEAD_DIM))
     k[..., 0] *= LOUD_CHANNEL
     expected, grouping = ReferenceRows(q, k, v), group_values(v)
+    calls = shipped_and_ablated(q, k, v, grouping)
+    return [error_row("error_loud_channel", *key, q.shape, expected.error(call())) for key, call in calls.items()]
+
+
+def shipped_and_ablated(q, k, v, grouping: Grouping) -> dict[tuple[str, str], Callable[[], torch.Tensor]]:
+    """The kernel with all tricks and with one switched off, by implementation and settings of an error row."""
     calls = {SHIPPED: kernel_variant(q, k, v, grouping.permutation), **ablated(q, k, v, grouping)}
-    return [
-        error_row("error_loud_channel", "cuda", f"kernel, {name}", q.shape, expected.error(call()))
-        for name, call in calls.items()
-    ]
+    return {("cuda", f"kernel, {name}"): call for name, call in calls.items()}
 
 
 def summary(row: dict) -> str:

@@ -24,7 +24,6 @@ RESULTS = rows.RESULTS / "studies"
 TOKENS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384)
 HEADS = (12, 40)
 ROUNDS, TURN_SECONDS = 3, 0.02
-PEERS = ("sdpa_flash", "sdpa_cudnn")
 
 
 def main() -> None:
@@ -32,7 +31,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a file instead of one in results/studies")
     options = parser.parse_args()
     run = {"run": uuid.uuid4().hex[:12], **rows.environment()}
-    path = options.output or RESULTS / f"{run['gpu'].lower().replace(' ', '-')}-crossover.jsonl"
+    path = options.output or RESULTS / f"{rows.stem(run['gpu'])}-crossover.jsonl"
     for heads in HEADS:
         for tokens in TOKENS:
             made = measured((1, heads, tokens, bench.HEAD_DIM))
@@ -46,8 +45,7 @@ def measured(shape: tuple[int, int, int, int]) -> list[dict]:
     grouping = group_values(v)
     expected = bench.ReferenceRows(q, k, v)
     calls = bench.named("complete_call", "cuda", ours(q, k, v, grouping))
-    others = peers.found(q, k, v)
-    calls |= {("complete_call", name, ""): others[name] for name in PEERS if name in others}
+    calls |= {("complete_call", name, ""): call for name, call in peers.of_torch(q, k, v).items()}
     timed = interleave([calls], ROUNDS, TURN_SECONDS)
     return [
         bench.timed_row(key, samples, shape, grouping) | {"rel_l2": expected.error(calls[key]())}

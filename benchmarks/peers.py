@@ -16,7 +16,16 @@ def found(q, k, v) -> dict[str, Callable[[], torch.Tensor]]:
 
     Each gets copies of its own: SageAttention 1 subtracts the mean of k in place.
     """
-    peers = {name: _bind(call, *(x.clone() for x in (q, k, v))) for name, call in _importable().items()}
+    return _serving(_importable(), q, k, v)
+
+
+def of_torch(q, k, v) -> dict[str, Callable[[], torch.Tensor]]:
+    """`found`, of torch's own alone."""
+    return _serving(_TORCH, q, k, v)
+
+
+def _serving(functions: dict[str, Callable], q, k, v) -> dict[str, Callable[[], torch.Tensor]]:
+    peers = {name: _bind(call, *(x.clone() for x in (q, k, v))) for name, call in functions.items()}
     return {name: call for name, call in peers.items() if _runs(name, call)}
 
 
@@ -33,10 +42,7 @@ def _version(module: str) -> str | None:
 
 
 def _importable() -> dict[str, Callable]:
-    peers = {
-        "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-        "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-    }
+    peers = dict(_TORCH)
     for name, module, adapt in _OPTIONAL:
         try:
             peers[name] = adapt(import_module(module))
@@ -83,6 +89,10 @@ def _bshd(function: Callable) -> Callable:
     return attention
 
 
+_TORCH = {
+    "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+}
 _OPTIONAL = (
     ("fa3_bf16", "flash_attn_interface", lambda module: _bshd(module.flash_attn_func)),
     ("fa4_bf16", "flash_attn.cute", lambda module: _bshd(module.flash_attn_func)),

@@ -43,6 +43,11 @@ def device_uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
+def stem(gpu: str) -> str:
+    """What a result file of a card is called, without an ending."""
+    return gpu.lower().replace(" ", "-")
+
+
 def append(rows: list[dict], path: Path) -> None:
     """Add rows to a result file; nothing is ever rewritten."""
     path.parent.mkdir(parents=True, exist_ok=True)
