@@ -14,9 +14,11 @@ from ..quantize.cuda import prepare, prepare_precise
 from ..quantize.hopper import HopperOperands
 from ..quantize.precise import PreciseOperands
 from .cuda import attend_cuda
-from .finite import FiniteCheck
+from .finite import REFUSED, FiniteCheck
 from .precise_cuda import attend_precise_cuda
 from .settings import Settings
+
+PRECISE_REFUSED = f"{REFUSED}, or v bf16 numbers of 2^81 or more"
 
 
 def run(
@@ -25,7 +27,8 @@ def run(
     """Write attention of q [B, H, S_q, 128] and k, v [B, H, S_kv, 128] to ``out`` [B, H, S_q, 128].
 
     Raises:
-        UnsupportedCall: q, k or v holds NaN or infinity, or a kernel would have to be loaded during a graph capture.
+        UnsupportedCall: q, k or v holds NaN or infinity (precise: or v bf16 numbers of 2^81 or more), or a kernel would
+            have to be loaded during a graph capture.
     """
     if scale < 0:  # codes rise with the score
         q, scale = -q, -scale
@@ -33,12 +36,14 @@ def run(
     try:
         if settings.mode == PRECISE:
             operands, kernel = prepare_precise(q, k, v, scale=scale), attend_precise_cuda
+            refused = PRECISE_REFUSED
         else:
             if permutation is not None:
                 permutation = permutation.to(torch.int32).contiguous()
             operands = prepare(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
             kernel = partial(attend_cuda, means=settings.demean, probabilities=settings.probabilities)
-        finite = FiniteCheck(operands.flags, "cuda")
+            refused = REFUSED
+        finite = FiniteCheck(operands.flags, "cuda", refused)
         _attend(kernel, operands, out)
     except KernelUnavailable as error:
         raise UnsupportedCall({"cuda": error.reason}) from error

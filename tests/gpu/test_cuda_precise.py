@@ -118,7 +118,7 @@ def test_the_largest_values_make_finite_outputs(dtype):
 def test_larger_values_are_declined(sign):
     q, k, v = inputs(1, 2, 200, 1300)
     v[0, 0, 1299, 127] = sign * VALUE_LIMIT[torch.bfloat16]
-    with pytest.raises(UnsupportedCall):
+    with pytest.raises(UnsupportedCall, match=r"v bf16 numbers of 2\^81 or more"):
         attention(q, k, v, mode=PRECISE, implementation="cuda")
 
 

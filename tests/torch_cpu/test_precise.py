@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -303,8 +304,9 @@ def test_the_hopper_kernels_serve_the_mode():
 # The host code and the guard, with plain torch in place of the kernels
 
 
-def stand_in_prepare(*tensors, **arguments):
-    return dataclasses.replace(precise_operands(*tensors, **arguments), flags=torch.zeros(1, dtype=torch.int32))
+def stand_in_prepare(*tensors, refused=False, **arguments):
+    flags = torch.tensor([int(refused)], dtype=torch.int32)
+    return dataclasses.replace(precise_operands(*tensors, **arguments), flags=flags)
 
 
 def stand_in_attend(operands, out):
@@ -321,6 +323,15 @@ def test_the_mode_runs_its_own_kernels_in_sequence_order(demean, monkeypatch):
     out = torch.full_like(q, float("nan"))
     run_cuda.run(q, k, v, order, 0.1, resolve(PRECISE, "auto", "auto", demean, "sm_90"), out)
     assert torch.equal(out, call(q, k, v, 0.1).to(q.dtype))
+
+
+def test_the_mode_says_what_it_refuses(monkeypatch):
+    monkeypatch.setattr(run_cuda, "prepare_precise", partial(stand_in_prepare, refused=True))
+    monkeypatch.setattr(run_cuda, "attend_precise_cuda", stand_in_attend)
+    q, k, v = inputs(70, 300)
+    with pytest.raises(UnsupportedCall) as caught:
+        run_cuda.run(q, k, v, None, 0.1, resolve(PRECISE, "auto", "auto", True, "sm_90"), torch.empty_like(q))
+    assert caught.value.reasons == {"cuda": "q, k or v holds NaN or infinity, or v bf16 numbers of 2^81 or more"}
 
 
 LAYOUTS = {
