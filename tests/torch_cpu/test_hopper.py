@@ -1,5 +1,6 @@
 """The Hopper kernels' specification against dumb loops and exact attention; their host code; who is served."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -630,12 +631,19 @@ def test_outputs_that_can_be_written_in_pairs(make, pairs):
 
 
 class _Event:
-    """torch.cuda.Event that counts what was waited for."""
+    """A torch.cuda.Event that is recorded on the stream of the call."""
+
+    def record(self, stream):
+        assert stream == "the call's"
+
+
+class _CopyStream:
+    """The stream of the flag's copy, which counts how often it was waited for."""
 
     waited = 0
 
-    def record(self, stream):
-        pass
+    def wait_event(self, event):
+        assert isinstance(event, _Event)
 
     def synchronize(self):
         type(self).waited += 1
@@ -654,17 +662,17 @@ def stand_in_attend(operands, out, *, means=True, probabilities="expcast"):
 
 @pytest.fixture
 def device_free(monkeypatch):
-    """run_cuda on CPU tensors: plain torch in place of the kernels, no events, no pinned memory."""
-    empty = torch.empty
+    """run_cuda on CPU tensors: plain torch in place of the kernels, no events, no streams."""
     monkeypatch.setattr(run_cuda, "prepare", stand_in_prepare)
     monkeypatch.setattr(run_cuda, "attend_cuda", stand_in_attend)
     monkeypatch.setattr(finite_host, "_is_on_gpu", lambda flags: True)
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(finite_host, "_copy_stream", lambda device: _CopyStream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the call's")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(_Event, "waited", 0)
+    monkeypatch.setattr(_CopyStream, "waited", 0)
 
 
 @pytest.mark.parametrize("demean", [True, False])
@@ -680,7 +688,7 @@ def test_run_is_prepare_and_attend(demean, device_free):
         assert torch.equal(out, expected)
     assert (odd[..., :1] == 7).all()
     assert (odd[..., 129:] == 7).all()
-    assert _Event.waited == 2
+    assert _CopyStream.waited == 2
     strided = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
     run_cuda.run(*strided, order, 0.1, chosen, out)
     assert torch.equal(out, expected)
@@ -704,9 +712,9 @@ def test_run_refuses_bad_numbers_but_cannot_ask_while_capturing(which, device_fr
         run_cuda.run(*tensors, None, 0.1, EIGHT, out)
     assert caught.value.reasons == {"cuda": "q, k or v holds NaN or infinity"}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    waited = _Event.waited
+    waited = _CopyStream.waited
     run_cuda.run(*tensors, None, 0.1, EIGHT, out)
-    assert _Event.waited == waited
+    assert _CopyStream.waited == waited
 
 
 def test_run_refuses_what_would_have_to_be_loaded_in_a_capture(device_free, monkeypatch):
@@ -815,7 +823,7 @@ def test_attention_chooses_by_family_and_readiness(monkeypatch):
     ran = []
     monkeypatch.setattr(run_cuda, "run", lambda *args: ran.append(args) or args[-1].zero_())
     monkeypatch.setattr("vc_attention.guard.why_cuda_is_unavailable", lambda *_: None)
-    arguments = (None, SCALE, "BHSD", "auto", "auto", "auto", True)
+    arguments = (None, SCALE, "BHSD", "auto", "auto", "auto", True, True)
     for family, serves in (("sm_90", True), ("sm_89", False), ("sm_100", False), ("cpu", False)):
         monkeypatch.setattr(ops, "family", lambda device, family=family: family)
         ran.clear()
