@@ -16,11 +16,11 @@ from .attend.validation import dtype_name
 from .dispatch import Call, choose
 from .errors import InvalidArgument, UnsupportedCall
 
-NAMESPACE = "vc_attention_0_1"  # changes with every change of a schema or of what an operator computes
+NAMESPACE = "vc_attention_0_1_1"  # changes with every change of a schema or of what an operator computes
 
 ATTENTION_SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? permutation, float scale, str layout, str mode, str qk_format,"
-    " str probabilities, bool demean, str implementation) -> Tensor"
+    " str probabilities, bool demean, bool own_block, str implementation) -> Tensor"
 )
 GROUP_SCHEMA = (
     "(Tensor v, Tensor? centroids, int clusters, int iterations, str layout, str implementation) -> (Tensor, Tensor)"
@@ -41,9 +41,11 @@ def call_operator(operator, *args):
         raise
 
 
-def _attention(q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation) -> Tensor:
+def _attention(
+    q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, own_block, implementation
+) -> Tensor:
     name = family(q.device)
-    settings = resolve(mode, qk_format, probabilities, demean, name)
+    settings = resolve(mode, qk_format, probabilities, demean, name, own_block)
     run = choose(describe(q, k, layout, settings, name), implementation, q.device).load()
     output = _empty_output(q)
     with torch.autocast(q.device.type, enabled=False):
@@ -51,7 +53,9 @@ def _attention(q, k, v, permutation, scale, layout, mode, qk_format, probabiliti
     return output
 
 
-def _attention_fake(q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, implementation):
+def _attention_fake(
+    q, k, v, permutation, scale, layout, mode, qk_format, probabilities, demean, own_block, implementation
+):
     return _empty_output(q)
 
 

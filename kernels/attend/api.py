@@ -27,6 +27,7 @@ def attention(
     qk_format: str = "auto",
     probabilities: str = "auto",
     demean: bool = True,
+    own_block: bool = True,
 ) -> Tensor:
     """Full, non-causal low-bit attention: ``softmax(scale q k^T) v``. For inference; no gradient is defined.
 
@@ -45,6 +46,8 @@ def attention(
             precise mode has one choice of both: "int8" and "exp2".
         demean: remove 128-token block means of v before quantization and restore them from the row sums; the precise
             mode does not quantize v.
+        own_block: in 4-bit mode, where S_q == S_kv > 128, attend to the 128 keys of each query's own block in 16 bit;
+            the other modes have no such part.
 
     Returns:
         Contiguous tensor of q's shape and dtype.
@@ -56,6 +59,7 @@ def attention(
     check_settings(mode, qk_format, probabilities)
     check_choice("implementation", implementation, implementation_names())
     check_choice("demean", demean, (True, False))
+    check_choice("own_block", own_block, (True, False))
     check_attention(q, k, v, layout, scale, grouping)
     return ops.call_operator(
         ops.attention_operator,
@@ -69,6 +73,7 @@ def attention(
         qk_format,
         probabilities,
         demean,
+        own_block,
         implementation,
     )
 

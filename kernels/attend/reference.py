@@ -10,6 +10,7 @@ Online softmax over key tiles of 128, one row of scores at a time in meaning, ma
     l   = alpha l + r
 
 Scores are held in codes: units of 1/8 octave, ``8 log2(e)`` per natural-log unit (the spacing of E4M3 codes).
+Where the keys of a query's own block are attended to in 16 bit (own_block.py), the recurrence starts with them as seen.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from ..formats import (
 )
 from ..group.blocks import BLOCK, expand_blocks
 from ..quantize.operands import Operands4, Operands8, Operands8Precise
+from .own_block import attend_own_block, is_own_key
 
 ROWS_PER_PASS = 4096
 CODES_PER_NAT = CODES_PER_OCTAVE * math.log2(math.e)
+NVFP4_TOP = E4M3_MAX * E2M1_MAX  # a row maximum, so that group scales use all of UE4M3
 
 
 @dataclass
@@ -53,6 +56,12 @@ class _RowState:
         wide = torch.zeros_like(queries)
         column = wide[..., :1]
         return cls(torch.full_like(column, -math.inf), column, wide, wide)
+
+    @classmethod
+    def seen(cls, log_sum: Tensor, output: Tensor) -> _RowState:
+        """After keys attended to elsewhere: log2 of their sum, [B, H, rows, 1], and their output, [B, H, rows, D]."""
+        row_sum = torch.full_like(log_sum, NVFP4_TOP)
+        return cls(log_sum * CODES_PER_OCTAVE, row_sum, torch.zeros_like(output), output * row_sum)
 
     def raise_maximum(self, tile_maximum: Tensor) -> None:
         """Rescale everything accumulated to the larger of the old maximum and the tile's."""
@@ -152,10 +161,13 @@ def attend4(operands: Operands4, scale: float) -> Tensor:
 
     def attend_rows(rows: slice) -> Tensor:
         queries = all_queries[:, :, rows]
-        state = _RowState.start(queries)
+        own = operands.own is not None
+        state = _RowState.seen(*attend_own_block(operands, scale, rows)) if own else _RowState.start(queries)
         for tile, mean in _tiles(keys.shape[3], operands.means):
             scores = product(queries, keys[..., tile]) * pair_scale
             scores = (scores + product(query_means[:, :, rows], exact_keys[..., tile])) * (scale * CODES_PER_NAT)
+            if own:
+                scores = scores.masked_fill(is_own_key(operands, rows, tile), -math.inf)
             exponentials, decoded = _nvfp4_tile(state, scores)
             weights = decoded if mean is None else exponentials
             row_sum = weights.sum(-1, keepdim=True, dtype=torch.float64).float()
@@ -189,8 +201,8 @@ def _exp2_tile(state: _RowState, scores: Tensor) -> Tensor:
 
 
 def _nvfp4_tile(state: _RowState, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Exponentials of a tile and their NVFP4 values; a row maximum is 448 x 6, so group scales use all of UE4M3."""
+    """Exponentials of a tile and their NVFP4 values."""
     state.raise_maximum(scores.amax(-1, keepdim=True))
-    exponentials = exp2((scores - state.maximum) / CODES_PER_OCTAVE) * (E4M3_MAX * E2M1_MAX)
+    exponentials = exp2((scores - state.maximum) / CODES_PER_OCTAVE) * NVFP4_TOP
     one = torch.ones((), dtype=torch.float32, device=scores.device)
     return exponentials, quantize_nvfp4(exponentials, one).dequantize()

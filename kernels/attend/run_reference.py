@@ -40,4 +40,4 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, settin
         return quantize8(q, k, v, permutation, settings.qk_format, settings.demean)
     if settings.mode == PRECISE:
         return quantize8_precise(q, k, v)
-    return quantize4(q, k, v, permutation, settings.demean)
+    return quantize4(q, k, v, permutation, settings.demean, settings.own_block)

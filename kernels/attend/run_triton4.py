@@ -21,7 +21,9 @@ def run(
     Raises:
         UnsupportedCall: q, k or v holds NaN or infinity.
     """
-    operands = prepare4(q, k, v, scale=scale, permutation=permutation, demean=settings.demean)
+    operands = prepare4(
+        q, k, v, scale=scale, permutation=permutation, demean=settings.demean, own_block=settings.own_block
+    )
     finite = FiniteCheck(operands.flags, NAME)
     written = aligned(out)
     attend_triton4(operands, written)

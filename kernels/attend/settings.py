@@ -22,12 +22,14 @@ class Settings:
         qk_format: number format of queries and keys.
         probabilities: "expcast" or "exp2" (an exponential and a cast; in the precise mode to the dtype of the call).
         demean: whether block means of the values are removed and restored; the precise mode leaves values as they are.
+        own_block: whether the 4-bit mode attends to the keys of each query's own block in 16 bit.
     """
 
     mode: str
     qk_format: str
     probabilities: str
     demean: bool
+    own_block: bool = True
 
 
 def check_choice(name: str, value, choices: tuple[str, ...]) -> None:
@@ -45,7 +47,9 @@ def check_settings(mode: str, qk_format: str, probabilities: str) -> None:
     check_choice("probabilities", probabilities, (AUTO, *_united(PROBABILITIES, modes)))
 
 
-def resolve(mode: str, qk_format: str, probabilities: str, demean: bool, family: str) -> Settings:
+def resolve(
+    mode: str, qk_format: str, probabilities: str, demean: bool, family: str, own_block: bool = True
+) -> Settings:
     """Settings for a hardware family. A family without a mode of its own gets 8-bit: the reference runs anywhere."""
     row = family_row(family)
     if mode == AUTO:
@@ -57,7 +61,7 @@ def resolve(mode: str, qk_format: str, probabilities: str, demean: bool, family:
         probabilities = "exp2" if without_expcast else PROBABILITIES[mode][0]
     check_choice("qk_format", qk_format, QK_FORMATS[mode])
     check_choice("probabilities", probabilities, PROBABILITIES[mode])
-    return Settings(mode, qk_format, probabilities, demean)
+    return Settings(mode, qk_format, probabilities, demean, own_block)
 
 
 def _united(table: dict[str, tuple[str, ...]], modes: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..formats import NVFP4, decode_e4m3
+from ..group.blocks import BLOCK
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,26 @@ class Operands8Precise:
 
 
 @dataclass(frozen=True)
+class OwnBlock:
+    """What each query attends to in 16 bit: the keys j with ``j // 128 == i // 128``, in the order of the sequence.
+
+    Attributes:
+        q, k, v: [B, H, S, D] as the caller gave them.
+        permutation: [B, H, S] order of the other operands' keys and values, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    permutation: Tensor | None
+
+
+def has_own_block(q_tokens: int, kv_tokens: int) -> bool:
+    """Whether a query has a block of its own among the keys, and others: self-attention of more than one block."""
+    return q_tokens == kv_tokens > BLOCK
+
+
+@dataclass(frozen=True)
 class Operands4:
     """Operands of the 4-bit mode. Keys and values are in permuted order.
 
@@ -75,6 +96,7 @@ class Operands4:
         residual: NVFP4 along the tokens, codes [B, H, D, S_kv].
         means: [B, H, ceil(S_kv / 128), D] float32: block means and what rounding the residual took from them; None
             where no means were removed.
+        own: what is attended to in 16 bit and left out of the rest; None: nothing is.
     """
 
     q: NVFP4
@@ -83,3 +105,4 @@ class Operands4:
     k_exact: Tensor
     residual: NVFP4
     means: Tensor | None
+    own: OwnBlock | None = None

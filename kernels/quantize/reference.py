@@ -16,7 +16,7 @@ from ..group.blocks import (
     permute_tokens,
 )
 from .nvfp4 import closest_nvfp4, fed_back_nvfp4, key_feedback, query_feedback
-from .operands import Operands4, Operands8, Operands8Precise, ScaledRows
+from .operands import Operands4, Operands8, Operands8Precise, OwnBlock, ScaledRows, has_own_block
 from .rotation import rotate
 
 
@@ -44,10 +44,16 @@ def quantize8_precise(q: Tensor, k: Tensor, v: Tensor) -> Operands8Precise:
     return Operands8Precise(q=scaled_rows(rotate(q), "int8"), k=scaled_rows(smooth_keys(k), "int8"), v=v)
 
 
-def quantize4(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, remove_means: bool):
-    """Operands of the 4-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D]; arguments as in ``quantize8``.
+def quantize4(
+    q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, remove_means: bool, own_block: bool = False
+) -> Operands4:
+    """Operands of the 4-bit mode from q [B, H, S_q, D] and k, v [B, H, S_kv, D].
 
     A block mean takes up the mean of its residual's rounding errors: keys of equal probability then lose nothing.
+
+    Args:
+        permutation, remove_means: as in ``quantize8``.
+        own_block: whether the own block is attended to in 16 bit, where the call has such.
     """
     blocks = split_values(permute_tokens(v, permutation), remove_means)
     queries, q_means = smooth_queries(rotate(q))
@@ -62,6 +68,7 @@ def quantize4(q: Tensor, k: Tensor, v: Tensor, permutation: Tensor | None, remov
         k_exact=keys,
         residual=residual,
         means=None if blocks.means is None else blocks.means.float() + lost,
+        own=OwnBlock(q, k, v, permutation) if own_block and has_own_block(q.shape[2], k.shape[2]) else None,
     )
 
 

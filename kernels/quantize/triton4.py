@@ -18,7 +18,7 @@ from ..formats import E2M1_MAX, E4M3_MAX, NVFP4, NVFP4_GROUP, positive
 from ..group.blocks import BLOCK
 from ..triton_support import LaunchSettings, aligned, is_interpreted, launch, word_strides
 from .nvfp4 import DAMPING, SAMPLED_BLOCKS, SCALE_STEPS, sampling
-from .operands import Operands4
+from .operands import Operands4, has_own_block
 from .rotation import rotate
 
 HEAD_DIMS = (64, 128)
@@ -64,6 +64,29 @@ class ScoreBias:
 
 
 @dataclass(frozen=True)
+class TritonOwnBlock:
+    """What attention to the own block in 16 bit needs besides the packed queries (attend/own_block.py).
+
+    Attributes:
+        q, k, v: [B, H, S, D], 16 bit, in the order of the sequence; any strides in words of 16 bytes.
+        q_means: float32 [BH, NQ, D]: block means of q, rotated, times ``sign``.
+        key_mean: float32 [BH, D], rotated.
+        q_scale: float32 [BH]: of the packed queries.
+        octaves: float32 [BH], per unit of ``q k^T``.
+        sign: of the softmax scale, which the packed queries and ``q_means`` have inside: 1, 0 or -1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_means: Tensor
+    key_mean: Tensor
+    q_scale: Tensor
+    octaves: Tensor
+    sign: float
+
+
+@dataclass(frozen=True)
 class TritonOperands4:
     """Quantized operands of one call; BH = B * H, head index b * H + h. Keys and values are in permuted order.
 
@@ -77,6 +100,7 @@ class TritonOperands4:
         means: float32 [BH, NK, D], the reference's means in units of v_scale; None where no means were removed.
         score_scale: float32 [BH]: octaves per unit of ``q k^T``.
         bias: starts the scores.
+        own: what is attended to in 16 bit, which the bias then leaves out; None: nothing is.
         q_tokens: S_q.
         flags: int32 [1]: bit 0, some q, k or v is not finite.
     """
@@ -91,6 +115,7 @@ class TritonOperands4:
     means: Tensor | None
     score_scale: Tensor
     bias: ScoreBias
+    own: TritonOwnBlock | None
     q_tokens: int
     flags: Tensor
 
@@ -109,7 +134,14 @@ def emulates(device) -> bool:
 
 
 def prepare4(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, permutation: Tensor | None = None, demean: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    permutation: Tensor | None = None,
+    demean: bool = True,
+    own_block: bool = False,
 ) -> TritonOperands4:
     """Operands of one call, on the tensors' device and torch's current stream, without synchronizing.
 
@@ -118,6 +150,7 @@ def prepare4(
         scale: softmax scale; its sign goes into q.
         permutation: int32 [B, H, S_kv], the token at each position of the order; None keeps the sequence.
         demean: False removes no block means.
+        own_block: whether the own block is attended to in 16 bit, where the call has such.
     """
     q, k, v = (aligned(x) for x in (q, k, v))
     permutation = None if permutation is None else permutation.to(torch.int32).contiguous()
@@ -133,7 +166,12 @@ def prepare4(
     # A score is at most D times the largest of its factors. The bias is made with keys that still have their mean.
     mean_bound = q.shape[3] * q_means.abs().amax((1, 2)).double()
     bias_bound = mean_bound * k_largest
-    representable = mean_bound * (k_largest + turned_mean.abs().amax(1)) < MOST_PRODUCT
+    q_mean_largest = turned_q_means.abs().amax((1, 2)).double()
+    key_bound = k_largest + turned_mean.abs().amax(1)
+    representable = mean_bound * key_bound < MOST_PRODUCT
+    own_block = own_block and has_own_block(q.shape[2], k.shape[2])
+    if own_block:  # it multiplies q and k as they are
+        representable &= q.shape[3] * (q_largest + q_mean_largest) * key_bound < MOST_PRODUCT
     score_bound = (q.shape[3] * q_largest.double() * k_largest + bias_bound) * (abs(scale) * math.log2(math.e))
     k_scale = positive(k_largest / NVFP4_MAX)
     q_scale = torch.maximum(positive(q_largest / NVFP4_MAX), (bias_bound / (k_scale * MOST_BIAS)).float())
@@ -144,6 +182,8 @@ def prepare4(
     q_codes, q_scales = _quantize_queries(queries, turned_q_means, q_scale, _feedback(keys, k_scale, between=True))
     k_codes, k_scales = _quantize_keys(keys, turned_mean, k_scale, _feedback(queries, q_scale, between=False))
     v_codes, v_scales, unit_means = _quantize_values(v, permutation, demean, means, v_scale)
+    per_score = (octaves / unit).float()
+    own = TritonOwnBlock(q, k, v, turned_q_means, turned_mean, q_scale, per_score, sign) if own_block else None
     return TritonOperands4(
         q=q_codes,
         q_scales=q_scales,
@@ -154,13 +194,14 @@ def prepare4(
         v_scale=v_scale,
         means=unit_means,
         score_scale=octaves.float(),
-        bias=_score_bias(q_means, k, key_mean, permutation, unit),
+        bias=_score_bias(q_means, k, permutation, key_mean, unit),
+        own=own,
         q_tokens=q.shape[2],
         flags=(~finite.all()).to(torch.int32).reshape(1),
     )
 
 
-def _score_bias(q_means: Tensor, keys: Tensor, key_mean: Tensor, permutation: Tensor | None, unit: Tensor) -> ScoreBias:
+def _score_bias(q_means: Tensor, keys: Tensor, permutation: Tensor | None, key_mean: Tensor, unit: Tensor) -> ScoreBias:
     high = q_means.to(keys.dtype)
     low = (q_means - high.float()).to(keys.dtype)
     constant = (q_means * key_mean[:, None]).sum(2)
@@ -168,7 +209,9 @@ def _score_bias(q_means: Tensor, keys: Tensor, key_mean: Tensor, permutation: Te
 
 
 def score_bias(operands: TritonOperands4, heads: range, blocks: range) -> Tensor:
-    """float32 [heads, blocks, NK * 128], keys in KEY_ORDER: the bias of some scores, minus infinity for padding keys.
+    """float32 [heads, blocks, NK * 128], keys in KEY_ORDER: the bias of some scores.
+
+    It is minus infinity for padding keys and for those that are attended to in 16 bit.
 
     Args:
         heads: of B * H.
@@ -200,6 +243,7 @@ def score_bias(operands: TritonOperands4, heads: range, blocks: range) -> Tensor
         *word_strides(keys),
         D=keys.shape[3],
         PERMUTED=source.permutation is not None,
+        OWN=operands.own is not None,
         ROWS=BIAS_ROWS,
         EMULATE=emulates(keys.device),
         settings=BIAS,
@@ -448,6 +492,7 @@ def lay_out(operands: Operands4, scale: float) -> TritonOperands4:
     v, v_scales = _packed_tiles(operands.residual)
     v_scale = operands.residual.scale.reshape(-1, head_dim)
     unit = (operands.q.scale.double() * operands.k.scale.double()).flatten()
+    octaves = torch.full_like(unit, scale * math.log2(math.e))
     means = operands.means
     no_mean = torch.zeros(batch * heads, head_dim, dtype=torch.float32, device=q.device)
     return TritonOperands4(
@@ -459,10 +504,34 @@ def lay_out(operands: Operands4, scale: float) -> TritonOperands4:
         v_scales=v_scales,
         v_scale=v_scale,
         means=None if means is None else means.float().flatten(0, 1) / v_scale[:, None],
-        score_scale=(unit * (scale * math.log2(math.e))).float(),
-        bias=_score_bias(operands.q_means.flatten(0, 1), operands.k_exact, no_mean, None, unit),
+        score_scale=(unit * octaves).float(),
+        bias=_score_bias(operands.q_means.flatten(0, 1), *_in_sequence(operands), no_mean, unit),
+        own=None if operands.own is None else _own_block(operands, octaves.float()),
         q_tokens=operands.q.codes.shape[2],
         flags=torch.zeros(1, dtype=torch.int32, device=q.device),
+    )
+
+
+def _in_sequence(operands: Operands4) -> tuple[Tensor, Tensor | None]:
+    """Keys before quantization and their order; the keys as they lie where nothing needs to know their tokens."""
+    permutation = None if operands.own is None else operands.own.permutation
+    if permutation is None:
+        return operands.k_exact, None
+    index = permutation.long().unsqueeze(-1).expand_as(operands.k_exact)
+    return torch.empty_like(operands.k_exact).scatter_(2, index, operands.k_exact), permutation
+
+
+def _own_block(operands: Operands4, octaves: Tensor) -> TritonOwnBlock:
+    own = operands.own
+    return TritonOwnBlock(
+        q=own.q,
+        k=own.k,
+        v=own.v,
+        q_means=operands.q_means.flatten(0, 1).contiguous(),
+        key_mean=rotate(own.k.mean(2, dtype=torch.float32).flatten(0, 1)),
+        q_scale=operands.q.scale.flatten(),
+        octaves=octaves,
+        sign=1.0,
     )
 
 

@@ -8,7 +8,9 @@ attend/reference.py, in octaves (c is ``score_scale``):
     P     = E2M1(2^(c s - (c m - log2 2688 + log2 gamma)))     the exponential comes out divided by its scale
     o     = alpha o + r mean + (P gamma) v             r: row sum before rounding; without means, of the rounded P
 
-``bias`` [query block, key] is what the scores lost with the block mean of q, and minus infinity for padding keys.
+``bias`` [query block, key] is what the scores lost with the block mean of q, and minus infinity for padding keys. Where
+own_block4.py has attended to a query's own block, the bias leaves its keys out, and the recurrence starts with them
+seen: m is the log-sum-exp of their scores and l is 2688. Their output is added at the end.
 
 No probability goes through shared memory. Keys are stored in ``KEY_ORDER`` (quantize/triton4.py), so that the scores
 a thread owns after the first product are eight neighbouring keys for the second: P is relabelled and packed in
@@ -23,7 +25,8 @@ from .nvfp4 import encode_scales, exp2, load_scales, log2, pack_e2m1, scaled_pro
 
 BLOCK = tl.constexpr(128)
 LOG2_6 = tl.constexpr(2.584962500721156)
-LOG2_2688 = tl.constexpr(11.392317422778762)  # a row maximum is 448 * 6
+TOP = tl.constexpr(2688.0)  # a row maximum: 448 * 6
+LOG2_2688 = tl.constexpr(11.392317422778762)
 SMALLEST_SCALE = tl.constexpr(2.0**-9)  # of UE4M3, above 0
 ONES = tl.constexpr(0x22)  # E2M1 1.0, twice
 SCALE_ONE = tl.constexpr(0x38)  # UE4M3 1.0
@@ -59,7 +62,8 @@ def attention4_fwd_kernel(
     p_means: "*fp32",  # [BH, kv_blocks, D], in units of v_scale
     p_score_scale: "*fp32",  # [BH], octaves per unit of q k^T
     p_bias: "*fp32",  # [heads, query blocks, kv_blocks * BLOCK] of this launch, keys in KEY_ORDER
-    p_out,  # [B, heads, q_tokens, D], last dimension contiguous
+    p_seen: "*fp32",  # [BH, q_blocks * BLOCK]: log2 of the own block's sum, in units of q k^T; read only if OWN
+    p_out,  # [B, heads, q_tokens, D], last dimension contiguous; if OWN, holds the own block's output
     first_head: tl.int32,
     first_block: tl.int32,
     launch_blocks: tl.int32,  # query blocks of this launch, for each of its heads
@@ -74,6 +78,7 @@ def attention4_fwd_kernel(
     out_s: tl.int64,
     D: tl.constexpr,
     MEANS: tl.constexpr,
+    OWN: tl.constexpr,
     EMULATE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -108,6 +113,10 @@ def attention4_fwd_kernel(
     b_sum = tl.zeros([BLOCK], tl.float32)
     b_sums = tl.zeros([BLOCK, SUM_COLUMNS], tl.float32)
     b_out = tl.zeros([BLOCK, D], tl.float32)
+    if OWN:  # its output is added at the end
+        b_max = tl.load(p_seen + q_row)
+        b_sum += TOP
+        b_sums += TOP
     for i_tile in tl.range(0, kv_blocks, num_stages=STAGES):  # said here, it also holds for bias and means
         b_k = tl.load(p_k_tile + i_tile * (BLOCK * D // 2))
         b_k_scales = load_scales(p_k_scales_tile + i_tile * (BLOCK * D // 16), EMULATE)
@@ -148,5 +157,9 @@ def attention4_fwd_kernel(
         b_sum = tl.max(b_sums, axis=1)
     b_out = b_out / b_sum[:, None] * tl.load(p_v_scale + i_head * D + o_channel)[None, :]
     row_words = i_head // heads * out_b + i_head % heads * out_h + o_row.to(tl.int64) * out_s
-    p_row = p_out + row_words * WORD
-    tl.store(p_row[:, None] + o_channel[None, :], b_out.to(p_out.dtype.element_ty), mask=o_row[:, None] < q_tokens)
+    p_rows = p_out + (row_words * WORD)[:, None] + o_channel[None, :]
+    m_rows = o_row[:, None] < q_tokens
+    if OWN:
+        share = TOP * exp2((tl.load(p_seen + q_row) - b_max) * score_scale, EMULATE) / b_sum
+        b_out += share[:, None] * tl.load(p_rows, mask=m_rows, other=0.0).to(tl.float32)
+    tl.store(p_rows, b_out.to(p_out.dtype.element_ty), mask=m_rows)

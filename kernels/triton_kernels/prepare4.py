@@ -464,10 +464,11 @@ def bias_kernel(
     stride_s: tl.int64,
     D: tl.constexpr,
     PERMUTED: tl.constexpr,
+    OWN: tl.constexpr,
     ROWS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """``bias = ((high + low) k^T - constant) unit``; minus infinity for padding keys.
+    """``bias = ((high + low) k^T - constant) unit``; minus infinity for padding keys and, if OWN, for the own block's.
 
     One program: 128 keys and all query blocks of this launch, ROWS at a time.
     """
@@ -489,6 +490,9 @@ def bias_kernel(
         bias = tl.zeros([ROWS, BLOCK], tl.float32) - tl.load(p_constant + o_mean, mask=real_row, other=0.0)[:, None]
         bias = product(tl.load(p_low + o_means, mask=real_row[:, None], other=0.0), keys, bias, EMULATE)
         bias = product(tl.load(p_high + o_means, mask=real_row[:, None], other=0.0), keys, bias, EMULATE)
-        bias = tl.where(mask[None, :], bias * unit, -float("inf"))
+        left_out = ~mask[None, :]
+        if OWN:
+            left_out |= (token // BLOCK)[None, :] == (first_block + row)[:, None]
+        bias = tl.where(left_out, -float("inf"), bias * unit)
         p_rows = p_column[None, :] + row.to(tl.int64)[:, None] * (kv_blocks * BLOCK)
         tl.store(p_rows, bias, mask=real_row[:, None])

@@ -5,6 +5,7 @@ import torch
 from vc_attention import group_values
 from vc_attention.attend import self_test4, triton4
 from vc_attention.attend.exact import exact_attention
+from vc_attention.attend.own_block import attend_own_block
 from vc_attention.attend.reference import attend4
 from vc_attention.attend.run_triton4 import run
 from vc_attention.attend.self_test4 import operand_fault, self_test
@@ -29,6 +30,10 @@ OUTPUT_ROUNDING = 2e-3  # of the output to bf16: 1.7e-3
 WHOLE_CALL = 4e-3
 LENGTHS = (*range(1, 131), 255, 257, 640, 1023, 4095, 4096, 4097, 32760)
 QUERY_LENGTHS = (1, 257, 64, 129, 15, 128, 63, 200)
+# Self-attention of more than a block, whose own keys are attended to in 16 bit: a last block of one row, of half a
+# block and one more or less, whole blocks, several, and more rows than the reference takes at once.
+OWN_LENGTHS = (129, 130, 191, 192, 193, 255, 256, 257, 640, 1000, 4097)
+OWN_SUM = 1e-4  # octaves
 LIMIT_S = 240  # a first test compiles some twenty kernels
 
 
@@ -46,9 +51,9 @@ def unwritten(like, dtype=None):
     return torch.full_like(like, float("nan"), dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def call(q, k, v, order=None, demean=True, scale=SCALE, out=None):
+def call(q, k, v, order=None, demean=True, scale=SCALE, out=None, own_block=True):
     out = unwritten(q) if out is None else out
-    run(q, k, v, order, scale, resolve("4-bit", "auto", "auto", demean, "sm_120"), out)
+    run(q, k, v, order, scale, resolve("4-bit", "auto", "auto", demean, "sm_120", own_block), out)
     return out
 
 
@@ -77,11 +82,64 @@ def test_every_length(index):
     assert relative_l2(rounded, exact) < 1.2 * relative_l2(expected, exact) + OUTPUT_ROUNDING
 
 
+@pytest.mark.parametrize("index", range(len(OWN_LENGTHS)))
+def test_self_attention_of_every_kind_of_length(index):
+    tokens, head_dim = OWN_LENGTHS[index], (128, 64)[index % 2]
+    grouped, demean = index % 3 != 0, index % 4 != 2
+    dtype = torch.float16 if index % 5 in (1, 4) else torch.bfloat16
+    q, k, v = inputs(tokens, tokens, head_dim, dtype, seed=index)
+    order = random_order(k) if grouped else None
+    specified = quantize4(q, k, v, order, demean, own_block=True)
+    laid_out = lay_out(specified, SCALE)
+
+    output = unwritten(q, torch.float32)
+    seen = triton4.attend_own_block(laid_out, output) * laid_out.score_scale[:, None]
+    log_sum, own = attend_own_block(specified, SCALE, slice(None))
+    torch.testing.assert_close(seen[:, :tokens], log_sum[0, ..., 0], rtol=0, atol=OWN_SUM)
+    assert relative_l2(output, own) < SAME_OPERANDS
+
+    output = unwritten(q, torch.float32)
+    attend_triton4(laid_out, output)
+    expected = attend4(specified, SCALE)
+    assert relative_l2(output, expected) < SAME_OPERANDS
+    prepared = prepare4(q, k, v, scale=SCALE, permutation=order, demean=demean, own_block=True)
+    assert operand_fault(prepared, laid_out) is None
+    rounded = unwritten(q)
+    attend_triton4(prepared, rounded)
+    assert torch.equal(call(q, k, v, order, demean), rounded)
+    exact = exact_attention(q, k, v, SCALE)
+    assert relative_l2(rounded, exact) < 1.2 * relative_l2(expected, exact) + OUTPUT_ROUNDING
+
+
+def test_without_own_keys_among_others_the_switch_changes_nothing():
+    for queries, keys in ((128, 128), (300, 301)):
+        tensors = inputs(queries, keys)
+        assert torch.equal(call(*tensors), call(*tensors, own_block=False))
+    tensors = inputs(300, 300)
+    assert not torch.equal(call(*tensors), call(*tensors, own_block=False))
+
+
+@pytest.mark.parametrize("axis", ["batch", "head", "token"])
+def test_rows_of_self_attention_two_billion_elements_apart(axis, far_apart):
+    tensors = inputs(300, 300, batch=2)
+    assert torch.equal(call(*far_apart(axis, *tensors)), call(*tensors))
+
+
 def test_the_length_of_a_long_video():
     q, k, v = inputs(300, 75600, heads=1)
     order = random_order(k)
     expected = attend4(quantize4(q, k, v, order, True), SCALE)
     assert relative_l2(call(q, k, v, order), expected) < WHOLE_CALL
+
+
+def test_own_blocks_of_a_long_video():
+    q, k, v = inputs(75600, 75600, heads=1)
+    operands = prepare4(q, k, v, scale=SCALE, permutation=random_order(k), own_block=True)
+    output = unwritten(q)
+    assert triton4.attend_own_block(operands, output).isfinite().all()
+    for rows in (slice(0, 128), slice(37760, 37888), slice(75520, 75600)):  # of 591 blocks the last has 80 rows
+        exact = exact_attention(*(x[:, :, rows] for x in (q, k, v)), SCALE)
+        assert relative_l2(output[:, :, rows], exact) < WHOLE_CALL  # whatever is added to all scores of a row
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -94,13 +152,18 @@ def test_self_test_notices_a_fault(monkeypatch):
     monkeypatch.setattr(triton4, "score_bias", lambda *arguments: right(*arguments).clamp_min(-1e30) * 0)
     assert "attention: relative error" in self_test(DEVICE, torch.bfloat16)
     monkeypatch.undo()
+    sums = triton4.attend_own_block
+    monkeypatch.setattr(triton4, "attend_own_block", lambda *arguments: sums(*arguments) * 0)
+    assert "attention: relative error" in self_test(DEVICE, torch.bfloat16)
+    monkeypatch.undo()
     prepared = self_test4.prepare4
     monkeypatch.setattr(self_test4, "prepare4", lambda q, k, v, **named: prepared(q, -k, v, **named))
     assert "preparation: k differs" in self_test(DEVICE, torch.bfloat16)
 
 
-def test_strides_of_every_input_and_of_the_output():
-    q, k, v = inputs(300, 500, batch=2, heads=3)
+@pytest.mark.parametrize("keys", [300, 500])
+def test_strides_of_every_input_and_of_the_output(keys):
+    q, k, v = inputs(300, keys, batch=2, heads=3)
     expected = call(q, k, v)
     joined = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     out = torch.full((2, 300, 3, 128), float("nan"), dtype=q.dtype, device=DEVICE).transpose(1, 2)
@@ -111,9 +174,9 @@ def test_strides_of_every_input_and_of_the_output():
 
 
 def test_launches_cut_by_scratch_memory_change_nothing(monkeypatch):
-    q, k, v = inputs(700, 500)
+    q, k, v = inputs(700, 700)
     expected = call(q, k, v)
-    monkeypatch.setattr(triton4, "BIAS_BYTES", 4 * 512 * 4)
+    monkeypatch.setattr(triton4, "BIAS_BYTES", 4 * 768 * 4)
     assert torch.equal(call(q, k, v), expected)
 
 
@@ -124,11 +187,13 @@ def test_one_compilation_serves_every_length():
         call(q, k, v, group_values(v, cold, implementation="triton4").permutation)
         call(q, k, v)  # as after the grouping's window
 
+    modules = ("attention4", "prepare4", "feedback4", "own_block4", "group")
     render(64, 64)
-    before = compilations("attention4", "prepare4", "feedback4", "group")
-    for queries, keys in ((1, 1), (16, 16), (128, 4096), (333, 1000), (4096, 77)):
+    render(200, 200)
+    before = compilations(*modules)
+    for queries, keys in ((1, 1), (16, 16), (128, 4096), (333, 1000), (4096, 77), (129, 129), (1024, 1024)):
         render(queries, keys)
-    assert compilations("attention4", "prepare4", "feedback4", "group") == before
+    assert compilations(*modules) == before
     assert min(before.values()) >= 1
 
 
@@ -141,8 +206,9 @@ def test_huge_logits_stay_finite_and_inside_the_values(logit):
 
 
 @pytest.mark.parametrize("case", ["zero q", "zero k", "constant q", "constant k", "zero v", "constant v", "tiny"])
-def test_inputs_whose_scales_vanish(case):
-    q, k, v = inputs(140, 150)
+@pytest.mark.parametrize("queries", [140, 150])
+def test_inputs_whose_scales_vanish(case, queries):
+    q, k, v = inputs(queries, 150)
     changed = {
         "zero q": (q * 0, k, v),
         "zero k": (q, k * 0, v),
@@ -152,7 +218,7 @@ def test_inputs_whose_scales_vanish(case):
         "constant v": (q, k, v[:, :, :1].expand_as(v)),
         "tiny": (q * 1e-20, k * 1e-20, v * 1e-30),
     }[case]
-    expected = attend4(quantize4(*changed, None, True), SCALE)
+    expected = attend4(quantize4(*changed, None, True, own_block=True), SCALE)
     limit = 2e-2 * changed[2].float().abs().max().item()
     torch.testing.assert_close(call(*changed).float(), expected, rtol=2e-2, atol=limit)
 
@@ -160,7 +226,7 @@ def test_inputs_whose_scales_vanish(case):
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_refused(argument, bad):
-    tensors = {name: x.clone() for name, x in zip("qkv", inputs(140, 150), strict=True)}
+    tensors = {name: x.clone() for name, x in zip("qkv", inputs(150, 150), strict=True)}
     tensors[argument][0, 1, 139, 127] = bad
     with pytest.raises(UnsupportedCall) as raised:
         call(**tensors)
@@ -168,19 +234,20 @@ def test_what_is_not_finite_is_refused(argument, bad):
 
 
 def test_a_mean_of_any_size_under_a_residual_of_zero():
-    q, k, v = inputs(140, 300)
+    q, k, v = inputs(300, 300)
     v = torch.full_like(v, 1e36)
-    torch.testing.assert_close(call(q, k, v).float(), v[:, :, :140].float(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(call(q, k, v).float(), v.float(), rtol=1e-2, atol=0)
 
 
-def test_a_captured_graph_replays_on_new_numbers():
-    q, k, v = inputs(140, 300)
+@pytest.mark.parametrize("queries", [140, 300])
+def test_a_captured_graph_replays_on_new_numbers(queries):
+    q, k, v = inputs(queries, 300)
     order = random_order(k)
     call(q, k, v, order)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = call(q, k, v, order)
-    fresh = inputs(140, 300, seed=1)
+    fresh = inputs(queries, 300, seed=1)
     for x, new in zip((q, k, v), fresh, strict=True):
         x.copy_(new)
     graph.replay()
@@ -188,11 +255,11 @@ def test_a_captured_graph_replays_on_new_numbers():
 
 
 def test_preparation_does_not_wait_for_the_gpu():
-    tensors = inputs(140, 150)
-    prepare4(*tensors, scale=SCALE)
+    tensors = inputs(150, 150)
+    prepare4(*tensors, scale=SCALE, own_block=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        prepare4(*tensors, scale=SCALE)
+        prepare4(*tensors, scale=SCALE, own_block=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -200,13 +267,13 @@ def test_preparation_does_not_wait_for_the_gpu():
 def test_clustered_values_with_a_grouping():
     q, k, v = clustered_qkv((6, 24, 32), heads=2, dtype=torch.bfloat16, device=DEVICE)
     order = v.float()[..., 0].argsort(-1).int()
-    specified = quantize4(q, k, v, order, True)
+    specified = quantize4(q, k, v, order, True, own_block=True)
     assert relative_l2(call(q, k, v, order), attend4(specified, SCALE)) < WHOLE_CALL
 
 
 @pytest.mark.two_gpus
 def test_tensors_on_another_than_the_current_device():
-    tensors = inputs(140, 150)
+    tensors = inputs(150, 150)
     there = [x.to("cuda:1") for x in tensors]
     with torch.cuda.device(0):
         output = call(*there)

@@ -21,7 +21,7 @@ IMPLEMENTATIONS = {
     **dict.fromkeys(("cuda", "precise_cuda", "hopper", "precise"), "cuda"),
     "triton": "triton",
     **dict.fromkeys(("triton8", "attention8", "prepare8"), "triton8"),
-    **dict.fromkeys(("triton4", "attention4", "prepare4", "feedback4"), "triton4"),
+    **dict.fromkeys(("triton4", "attention4", "prepare4", "feedback4", "own_block4"), "triton4"),
 }
 WITHOUT_TORCH = ["__init__.py", "arch.py", "dispatch.py", "errors.py", "schedule.py"]
 DEVICE_CODE = KERNELS / "triton_kernels"  # the only modules that import triton when they are imported

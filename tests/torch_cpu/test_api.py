@@ -66,6 +66,7 @@ def refused(exception=InvalidArgument, **arguments) -> str:
         ({"grouping": "yes"}, ("grouping ", "Grouping", "str")),
         ({"grouping": torch.zeros(2, 3, 50)}, ("grouping ", "Grouping", "Tensor")),
         ({"demean": "no"}, ("demean ", "'no'")),
+        ({"own_block": 2}, ("own_block ", "True, False", "2")),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_was_expected_and_what_came(arguments, words):

@@ -307,8 +307,11 @@ def test_output_has_the_inputs_dtype_shape_and_is_contiguous(name, dtype, layout
 def test_16_bit_inputs_are_the_same_numbers_in_fp32(name, dtype, demean):
     # Not fp16 with means: those are stored in fp16, means of fp32 values in bf16.
     q, k, v = random_qkv((1, 2, 257, 64), dtype=dtype)
+    in_fp32 = attention(name, q.float(), k.float(), v.float(), demean=demean, own_block=False)
+    assert torch.equal(attention(name, q, k, v, demean=demean, own_block=False), in_fp32.to(dtype))
+    # Probabilities of the own block are rounded to the dtype of the values.
     in_fp32 = attention(name, q.float(), k.float(), v.float(), demean=demean)
-    assert torch.equal(attention(name, q, k, v, demean=demean), in_fp32.to(dtype))
+    assert relative_l2(attention(name, q, k, v, demean=demean), in_fp32.to(dtype)) < 2e-3
 
 
 def views(q, k, v):

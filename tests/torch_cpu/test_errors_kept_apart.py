@@ -20,6 +20,7 @@ CASES = {
     "8-bit expcast": (lambda q, k, v: quantize8(q, k, v, None, "int8", True), "expcast"),
     "8-bit exp2": (lambda q, k, v: quantize8(q, k, v, None, "e4m3", True), "exp2"),
     "4-bit": (lambda q, k, v: quantize4(q, k, v, None, True), "exp2"),
+    "4-bit, own block": (lambda q, k, v: quantize4(q, k, v, None, True, own_block=True), "exp2"),
 }
 # What an implementation may differ by. Additions in another order: 2^-24 a step, below 1e-6 in all. Scores that float32
 # rounds to the other side of a code: about one in 10^5, a code is 9 %. A bf16 output: 2^-9 root mean square.
@@ -32,7 +33,7 @@ def case(request):
     quantize, probabilities = CASES[request.param]
     q, k, v = random_qkv((1, 2, 300, 64))
     operands = quantize(q, k, v)
-    output = attend4(operands, SCALE) if request.param == "4-bit" else attend8(operands, SCALE, probabilities)
+    output = attend4(operands, SCALE) if request.param.startswith("4-bit") else attend8(operands, SCALE, probabilities)
     return (q, k, v), operands, output, probabilities
 
 

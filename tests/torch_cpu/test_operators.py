@@ -9,7 +9,7 @@ from vc_attention import attention, group_values, ops
 from vc_attention.errors import UnsupportedCall
 from vc_attention.testing import random_qkv
 
-SETTINGS = ("8-bit", "int8", "expcast", True, "reference")
+SETTINGS = ("8-bit", "int8", "expcast", True, True, "reference")
 
 
 def permutation_of(v):
@@ -35,9 +35,14 @@ ATTENTION_CASES = {
     "fp16, BSHD views": attention_arguments((2, 3, 33, 16), "BSHD", torch.float16),
     "one token, BSHD": attention_arguments((1, 3, 1, 16), "BSHD"),
     "one head, BSHD": attention_arguments((2, 1, 5, 16), "BSHD"),
-    "4-bit": attention_arguments(settings=("4-bit", "nvfp4", "exp2", True, "reference")),
-    "e4m3, no means": attention_arguments(settings=("8-bit", "e4m3", "exp2", False, "reference")),
-    "auto settings, grouped": attention_arguments(settings=("auto", "auto", "auto", True, "reference"), grouped=True),
+    "4-bit": attention_arguments(settings=("4-bit", "nvfp4", "exp2", True, True, "reference")),
+    "4-bit, own block": attention_arguments(
+        (1, 2, 150, 16), dtype=torch.bfloat16, settings=("4-bit", "nvfp4", "exp2", True, True, "reference")
+    ),
+    "e4m3, no means": attention_arguments(settings=("8-bit", "e4m3", "exp2", False, True, "reference")),
+    "auto settings, grouped": attention_arguments(
+        settings=("auto", "auto", "auto", True, True, "reference"), grouped=True
+    ),
 }
 
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from vc_attention.attend.triton4 import SETTINGS
+from vc_attention.attend.triton4 import OWN_BLOCK, OWN_BLOCK_ROWS, SETTINGS
 from vc_attention.quantize.nvfp4 import SAMPLED_BLOCKS
 from vc_attention.quantize.triton4 import (
     BIAS,
@@ -17,7 +17,7 @@ from vc_attention.quantize.triton4 import (
     ROUND_ROWS,
 )
 
-from .triton_compile import SHARED_BYTES, check_counts, compile_for, skip_without_triton
+from .triton_compile import SHARED_BYTES, check_counts, check_recorded, compile_for, recorded, skip_without_triton
 
 skip_without_triton()
 
@@ -33,11 +33,12 @@ SUMS = 4  # by the product with 16 columns of ones, where no means are removed
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("means", [True, False], ids=["means", "plain"])
-def test_attention(family, head_dim, means):
+@pytest.mark.parametrize("own", [True, False], ids=["own", "all"])
+def test_attention(family, head_dim, means, own):
     from vc_attention.triton_kernels.attention4 import attention4_fwd_kernel
 
     settings = SETTINGS[family]
-    constants = {"D": head_dim, "MEANS": means, "EMULATE": False, "STAGES": settings.num_stages}
+    constants = {"D": head_dim, "MEANS": means, "OWN": own, "EMULATE": False, "STAGES": settings.num_stages}
     made = compile_for(attention4_fwd_kernel, family, {"p_out": "*bf16"}, constants, settings)
     assert f".target {family}a" in made.ptx
     assert set(re.findall(r"mma\.sync[\w.:]+", made.ptx)) == {PRODUCT_PTX}
@@ -49,7 +50,37 @@ def test_attention(family, head_dim, means):
     assert made.stack_bytes == 0
     assert made.registers <= 255
     assert made.shared_bytes <= SHARED_BYTES[family]
-    check_counts(f"attention4/{family}/D{head_dim}/{'means' if means else 'plain'}", made, PRODUCT)
+    check_counts(key_of(family, head_dim, means, own), made, PRODUCT)
+
+
+def key_of(family, head_dim, means, own):
+    return f"attention4/{family}/D{head_dim}/{'means' if means else 'plain'}{'/own' if own else ''}"
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("means", [True, False], ids=["means", "plain"])
+def test_the_own_block_adds_nothing_to_the_loop(family, head_dim, means):
+    own, without = (recorded()[key_of(family, head_dim, means, own)]["loop_instructions"] for own in (True, False))
+    assert own < 1.01 * without  # ptxas schedules it a little differently
+
+
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_own_block(family, head_dim, dtype):
+    from vc_attention.triton_kernels.own_block4 import own_block4_fwd_kernel
+
+    constants = {"D": head_dim, "EMULATE": False, "ROWS": OWN_BLOCK_ROWS}
+    dtypes = dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), f"*{dtype}")
+    made = compile_for(own_block4_fwd_kernel, family, dtypes, constants, OWN_BLOCK)
+    # Scores, output, and the rotation of a half of the keys inside groups of 16.
+    products = [line for line in made.instructions if line.startswith("HMMA.16816")]
+    assert len(products) == 2 * (head_dim + head_dim // 16)
+    assert made.stack_bytes == 0
+    assert made.shared_bytes <= 16 << 10
+    counts = {"instructions": len(made.instructions), "registers": made.registers, "shared_bytes": made.shared_bytes}
+    check_recorded(f"own_block4/{family}/D{head_dim}/{dtype}", counts)
 
 
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
@@ -80,7 +111,7 @@ def test_preparation(family, head_dim):
 
 
 def compile_preparation(kernel, family, head_dim, settings, options):
-    constants = {"D": head_dim, "PERMUTED": True, "DEMEAN": True, "EMULATE": False}
+    constants = {"D": head_dim, "PERMUTED": True, "DEMEAN": True, "OWN": True, "EMULATE": False}
     constants["ROWS"] = BIAS_ROWS if kernel.__name__ == "bias_kernel" else ROUND_ROWS
     constants |= {"BETWEEN": True, "SAMPLES": SAMPLED_BLOCKS}
     names = [parameter.name for parameter in kernel.params]

@@ -130,13 +130,23 @@ def check_counts(key: str, compiled: Compiled, instruction: str) -> None:
         "registers": compiled.registers,
         "shared_bytes": compiled.shared_bytes,
     }
-    recorded = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+    check_recorded(key, counts)
+
+
+def check_recorded(key: str, counts: dict[str, int]) -> None:
+    """Fail if a count grew since recorded."""
+    kept = recorded()
     if os.environ.get("UPDATE_COUNTS"):
-        COUNTS.write_text(json.dumps({**recorded, key: counts}, indent=1, sort_keys=True) + "\n")
+        COUNTS.write_text(json.dumps({**kept, key: counts}, indent=1, sort_keys=True) + "\n")
         return
-    assert key in recorded, f"UPDATE_COUNTS=1 records {key}"
-    grown = {name: (recorded[key][name], now) for name, now in counts.items() if now > recorded[key][name] * GROWTH}
+    assert key in kept, f"UPDATE_COUNTS=1 records {key}"
+    grown = {name: (kept[key][name], now) for name, now in counts.items() if now > kept[key][name] * GROWTH}
     assert not grown, f"{key} grew (before, now): {grown}"
+
+
+def recorded() -> dict[str, dict[str, int]]:
+    """Counts by key."""
+    return json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
 
 
 def _tool(name: str, cubin: bytes, *options: str) -> str:
