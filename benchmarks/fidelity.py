@@ -2,10 +2,11 @@
 
     python benchmarks/fidelity.py                        # everything; on an H200 a few minutes
     python benchmarks/fidelity.py --only probes,renders --shard 0/2
+    python benchmarks/fidelity.py --made benchmarks/results/fidelity.jsonl --output /tmp/new.jsonl   # what has no row
     python benchmarks/fidelity.py --quick --output /tmp/rows.jsonl     # the same code at a size for a CPU
 
-Every render is compared with the same clips under torch's 16-bit attention. A job whose row is in the output file,
-for the same model and clips, is run again with --again only, as after a change of a kernel or a format.
+Every render is compared with the same clips under torch's 16-bit attention. A job whose row is in the output file or
+in --made, for the same model and clips, is run again with --again only, as after a change of a kernel or a format.
 `docs/fidelity.md` is made from the rows by fidelity_page.py.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import rows
 import torch
+from fidelity_page import named_as_now
 from laboratory.metrics import compare, latent_error
 from laboratory.plots import Strip
 from laboratory.probes import Watch
@@ -79,7 +81,7 @@ def main() -> int:
     clips = QUICK if options.quick else CLIPS
     studio = Studio(device, options.weights)
     run = {"run": uuid.uuid4().hex[:12], **environment(device), "model": fingerprint(options.weights)}
-    done = set() if options.again else finished(options.output, run["model"])
+    done = set() if options.again else finished([options.output, *options.made], run["model"])
     baselines = Baselines(studio)
     strip = Strip(options.strip) if options.strip else None
     started = time.monotonic()
@@ -100,6 +102,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th job, from the i-th")
     parser.add_argument("--match", default="", help="only variants whose title holds one of these, between |")
     parser.add_argument("--again", action="store_true", help="also what has a row: the page shows the newest")
+    parser.add_argument("--made", type=Path, action="append", default=[], help="more rows of jobs that need not run")
     parser.add_argument("--quick", action="store_true", help="tiny clips: a check of the code, not of the formats")
     parser.add_argument("--weights", type=Path, default=checkpoint.WEIGHTS, help="folder of the model's two files")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -137,6 +140,7 @@ def made(studio: Studio, baselines: Baselines, job: Job, clips: ClipSet, strip: 
         "implementation": implementation(job.variant),
         "settings": job.variant.title,
         "family": job.variant.family,
+        "own": job.variant.formats.own if job.variant.formats else "none",
         "plan": plan_row(job.variant, clips.steps),
         **clips.row(),
         **measured({"latent_error": latent_error(expected_latents, latents), **compare(expected, frames)}),
@@ -189,6 +193,7 @@ def probe_row(studio: Studio, clips: ClipSet) -> dict:
         "operation": "fidelity_probes",
         "implementation": "emulated",
         "settings": "prompt rows of a 16-bit render; k-means cold at every call",
+        "own": "in some",
         **clips.row(),
         "value_steps": sorted(value_steps),
         "errors": {name: table(found) for name, found in watch.errors.items()},
@@ -211,11 +216,10 @@ def job_key(job: Job, clips: ClipSet) -> tuple:
     return (job.kind, settings, clips.clips, *clips.size, clips.steps)
 
 
-def finished(path: Path, model: str) -> set[tuple]:
-    """Keys of the jobs whose rows are in the file, for this model."""
-    if not path.exists():
-        return set()
-    return {row_key(row) for row in rows.read(path) if row["model"] == model}
+def finished(paths: list[Path], model: str) -> set[tuple]:
+    """Keys of the jobs whose rows are in one of the files, for this model."""
+    found = [row for path in paths if path.exists() for row in rows.read(path)]
+    return {row_key(row) for row in map(named_as_now, found) if row["model"] == model}
 
 
 def row_key(row: dict) -> tuple:

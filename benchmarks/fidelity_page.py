@@ -7,12 +7,13 @@ python benchmarks/fidelity_page.py --check   exit code 1 if a table differs from
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 from pathlib import Path
 
 import pages
-from pages import table
+from pages import prose, table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -21,6 +22,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 ROWS = RESULTS / "fidelity.jsonl"
 SPEED = RESULTS / "nvidia-h200.jsonl"
 
+FAR_ALONE = "4-bit without own block"
+FAMILIES = (  # in the order of the tables; others behind them as they were run
+    *("control", "others", "8-bit", "8-bit, own block", "INT8 throughout", "INT8 throughout, own block"),
+    *("4-bit", "4-bit, own cube", FAR_ALONE),
+)
 PAPER_REMOVED = {"sequence": 0.08, "static cube": 0.12, "k-means": 0.36}
 SCHEDULE_STEPS = 40  # of the cost column: Wan2.2's
 TARGETS = (
@@ -29,29 +35,65 @@ TARGETS = (
     ("V-Smooth in 8 bit, CUDA kernel against exact sums", "8-bit, CUDA kernel", "8-bit, means stay", 1.0),
     ("V-Smooth in INT8 throughout", "INT8 throughout", "INT8 throughout, means stay", 1.0),
     ("V-Smooth in 4 bit", "4-bit", "4-bit, means stay", 2.0),
+    ("V-Smooth in 4 bit without own block", FAR_ALONE, f"{FAR_ALONE}, means stay", 2.0),
     ("8-bit against SageAttention2's formats", "8-bit", "SageAttention2's formats", 0.0),
     ("8-bit, CUDA kernel, against SageAttention2's formats", "8-bit, CUDA kernel", "SageAttention2's formats", 0.0),
     ("8-bit precise against ComfyUI's INT8 formats", "8-bit precise", "ComfyUI's INT8 formats", 0.0),
+)
+OWN_GAINS = (
+    # what, variant, against
+    ("4-bit", "4-bit", FAR_ALONE),
+    ("4-bit, means stay", "4-bit, means stay", f"{FAR_ALONE}, means stay"),
+    ("4-bit, a cube of the clip for the own block", "4-bit, own cube", "4-bit"),
+    ("8-bit", "8-bit, own block", "8-bit"),
+    ("8-bit, means stay", "8-bit, own block, means stay", "8-bit, means stay"),
+    ("INT8 throughout", "INT8 throughout, own block", "INT8 throughout"),
+    ("INT8 throughout, means stay", "INT8 throughout, own block, means stay", "INT8 throughout, means stay"),
+    ("8-bit precise", "8-bit precise, own block", "8-bit precise"),
 )
 PLOTTED = ("8-bit", "8-bit precise", "4-bit")
 
 
 def main() -> int:
-    rows = pages.read(ROWS)
+    rows = read()
     changed = pages.write(PAGE, tables(rows, pages.read(SPEED)))
     if "--plots" in sys.argv[1:]:
         draw(newest(rows))
     return changed
 
 
+def read() -> list[dict]:
+    """All rows, each variant under the name it has now."""
+    return [named_as_now(row) for row in pages.read(ROWS)]
+
+
+def named_as_now(row: dict) -> dict:
+    """Rows from before the own block, which name none, have "4-bit" for what is the mode without it now."""
+    if "own" in row:
+        return row
+    named = {field: _without_own(row[field]) for field in ("settings", "family") if field in row}
+    if "errors" in row:
+        named["errors"] = {_without_own(name): each for name, each in row["errors"].items()}
+    return row | named
+
+
+def _without_own(name: str) -> str:
+    return re.sub(r"^4-bit\b", FAR_ALONE, name)
+
+
 def newest(rows: list[dict]) -> list[dict]:
-    """Each job's last row; of one kind of job only those of the newest model."""
+    """Each job's last row, in the order of FAMILIES; of one kind of job only those of the newest model."""
     model = {row["operation"]: row["model"] for row in rows}
     last = {}
     for row in rows:
         if row["model"] == model[row["operation"]]:
             last[row["operation"], row["settings"]] = row
-    return list(last.values())
+    return sorted(last.values(), key=_place)
+
+
+def _place(row: dict) -> int:
+    family = row.get("family")
+    return FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)
 
 
 def earlier(rows: list[dict]) -> list[dict]:
@@ -66,12 +108,14 @@ def tables(all_rows: list[dict], speed: list[dict]) -> dict[str, str]:
     rows = newest(all_rows)
     return {
         "run": run_table(rows),
+        "four-bit": four_bit_text(rows),
         "targets": targets_table(rows),
+        "own": own_table(rows),
         "renders": fidelity_table(of(rows, "renders")),
         "long": fidelity_table(of(rows, "long")),
         "ablations": fidelity_table(of(rows, "ablations")),
         "earlier": fidelity_table(earlier(all_rows)),
-        "earlier-targets": targets_table(earlier(all_rows)),
+        "earlier-targets": targets_table(earlier(all_rows), unrun=False),
         "schedule": schedule_table(of(rows, "schedule"), speed),
         "layers": layers_table(of(rows, "probes")),
         "operands": operands_table(of(rows, "probes")),
@@ -87,22 +131,26 @@ def of(rows: list[dict], kind: str) -> list[dict]:
 
 
 def run_table(rows: list[dict]) -> str:
-    """Where, when and what was rendered."""
-    lines = []
+    """Where, when and what was rendered: a line for the rows of one kind and one version."""
+    made: dict[tuple[str, str], list[dict]] = {}
     for kind in ("renders", "long", "ablations", "schedule", "probes"):
-        found = of(rows, kind)
-        if not found:
-            continue
+        for row in of(rows, kind):
+            made.setdefault((kind, _version(row)), []).append(row)
+    lines = []
+    for (kind, where), found in made.items():
         row, size = found[0], found[0]["size"]
         clip = f"{size[0]} frames of {size[1]} x {size[2]}, {row['tokens']:,} tokens, {row['steps']} steps"
-        where = f"{row['gpu']}, torch {row['torch']}, {row['date'][:10]}"
-        if "commit" in row:
-            where += f", commit {row['commit']}{' and changes' if row['dirty'] else ''}"
+        clips = f"{row['clips']} ({row['prompts']} prompts)"
         seconds = sum(each["seconds"] for each in found)
-        lines.append(
-            [kind, f"{row['clips']} ({row['prompts']} prompts)", clip, f"{seconds:.0f} s", where, row["model"]]
-        )
+        lines.append([f"{kind}: {len(found)}", clips, clip, f"{seconds:.0f} s", where, row["model"]])
     return table(["rows", "clips", "each", "took", "on", "model file, SHA-256"], lines)
+
+
+def _version(row: dict) -> str:
+    where = f"{row['gpu']}, torch {row['torch']}, {row['date'][:10]}"
+    if "commit" in row:
+        where += f", commit {row['commit']}{' and changes' if row['dirty'] else ''}"
+    return where
 
 
 def fidelity_table(rows: list[dict]) -> str:
@@ -125,25 +173,55 @@ def fidelity_table(rows: list[dict]) -> str:
     return table(head + (["LPIPS"] if perceptual else []), lines)
 
 
-def targets_table(rows: list[dict]) -> str:
-    """What was wanted and what came, over the same clips."""
+def targets_table(rows: list[dict], unrun: bool = True) -> str:
+    """What was wanted and what came, over the same clips; ``unrun``: also what was not run."""
     found = {row["settings"]: row for row in of(rows, "renders")}
     lines = []
     for what, title, against, wanted in TARGETS:
         if title not in found or against not in found:
-            lines.append([what, f"{wanted:+.1f} dB", "not run", "", "", ""])
+            if unrun:
+                lines.append([what, f"{wanted:+.1f} dB", "not run", "", "", ""])
             continue
         gains = paired(found[title], found[against])
         gain, error = mean_and_error(gains)
-        better = sum(each > 0 for each in gains)
         met = "met" if gain >= wanted else "missed" if gain + 2 * error < wanted else "missed, within the error"
-        measured = [
-            f"{gain:+.2f} ± {error:.2f} dB",
-            f"{better} of {len(gains)}",
-            f"{latent_gain(found, title, against):+.2f} dB",
-        ]
-        lines.append([what, f"{wanted:+.1f} dB", *measured, met])
+        lines.append([what, f"{wanted:+.1f} dB", *gain_cells(found, title, against), met])
     return table(["what", "target", "PSNR", "clips nearer", "latents", ""], lines)
+
+
+def gain_cells(found: dict[str, dict], title: str, against: str) -> list[str]:
+    """Gain in PSNR, clips nearer and gain of the latents of one variant against another."""
+    if title not in found or against not in found:
+        return ["not run", "", ""]
+    gains = paired(found[title], found[against])
+    gain, error = mean_and_error(gains)
+    nearer = f"{sum(each > 0 for each in gains)} of {len(gains)}"
+    return [f"{gain:+.2f} ± {error:.2f} dB", nearer, f"{latent_gain(found, title, against):+.2f} dB"]
+
+
+def own_table(rows: list[dict]) -> str:
+    """What an own block in 16 bit brings each format, over the same clips."""
+    found = {row["settings"]: row for row in of(rows, "renders")}
+    lines = [[what, *gain_cells(found, title, against)] for what, title, against in OWN_GAINS]
+    return table(["own block in", "PSNR", "clips nearer", "latents"], lines)
+
+
+def four_bit_text(rows: list[dict]) -> str:
+    """The page's first words on the 4-bit mode."""
+    found = {row["settings"]: row for row in of(rows, "renders")}
+
+    def gain(title: str, against: str) -> str:
+        return gain_cells(found, title, against)[0]
+
+    def psnr(title: str) -> str:
+        return f"{found[title]['psnr_mean']:.2f} dB" if title in found else "not run"
+
+    return prose(
+        f"- 4-bit renders have a PSNR of {psnr('4-bit')} against 16 bit, without the own block {psnr(FAR_ALONE)}."
+        f" The own block brings {gain('4-bit', FAR_ALONE)}, V-Smooth {gain('4-bit', '4-bit, means stay')} (without own"
+        f" block {gain(FAR_ALONE, f'{FAR_ALONE}, means stay')}), how NVFP4 is rounded"
+        f" {gain(FAR_ALONE, f'{FAR_ALONE}, largest at 6')} (without own block)."
+    )
 
 
 def paired(row: dict, other: dict) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 
@@ -16,6 +17,15 @@ def read(path: Path) -> list[dict]:
 def table(head: list[str], lines: list[list[str]]) -> str:
     """A Markdown table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+
+
+def prose(*paragraphs: str) -> str:
+    """Sentences in lines of the page's width, those of a list item under one another."""
+    made = []
+    for text in paragraphs:
+        indent = "  " if text.startswith("- ") else ""
+        made.append(textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
+    return "\n".join(made)
 
 
 def fill(text: str, tables: dict[str, str]) -> str:

@@ -6,24 +6,18 @@ time is that of a 16-bit kernel: it is made to measure renders, not to be fast.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attend_torch import LOWEST, first_state, sums_exactly
 from .formats import PROBABILITY_FORMATS, Formats
-from .nvfp4_triton import nvfp4_groups, round_e4m3, round_half_even
+from .nvfp4_triton import decode_e4m3, nvfp4_groups, round_e4m3, round_half_even
 from .operands import Operands
 
 BLOCK = 128
+LOWEST_MAXIMUM = tl.constexpr(LOWEST)
 P_16BIT, P_E4M3, P_EXPCAST, P_U8, P_U8_TILE, P_NVFP4 = (tl.constexpr(i) for i in range(len(PROBABILITY_FORMATS)))
-
-
-@triton.jit
-def decode_e4m3(code):
-    """float32 of E4M3 codes 0 to 126."""
-    normal = ((code + 960) << 20).to(tl.float32, bitcast=True)  # exponent 127 - 7 = 120, and 3 mantissa bits
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit
@@ -55,9 +49,12 @@ def attend_fwd_kernel(
     q_scale, k_scale,  # [rows, S] float32
     bias,  # [rows, query blocks, S_kv] float32
     v_scale, means,  # [rows, key blocks, D] float32
-    out,  # [rows, S_q, D] float32
+    q_own,  # [S_q] int32, own block of a query
+    k_own,  # [rows, S_kv] int32, of a key
+    maximum, row_sum,  # [rows, S_q] float32, where the recurrence starts
+    out,  # [rows, S_q, D] float32: its start, then the output
     S_q, S_kv,
-    FORMAT: tl.constexpr, EXACT_SUMS: tl.constexpr, BIAS: tl.constexpr, MEANS: tl.constexpr,
+    FORMAT: tl.constexpr, EXACT_SUMS: tl.constexpr, BIAS: tl.constexpr, MEANS: tl.constexpr, OWN: tl.constexpr,
     KV_BLOCKS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     i_block = tl.program_id(0)
@@ -68,9 +65,11 @@ def attend_fwd_kernel(
     m_q = o_q < S_q
     b_q = tl.load(q + (i_row * S_q + o_q[:, None]) * D + o_d, mask=m_q[:, None], other=0.0)
     b_q_scale = tl.load(q_scale + i_row * S_q + o_q, mask=m_q, other=0.0)
-    b_max = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    b_sum = tl.zeros((BLOCK_Q,), tl.float32)
-    b_out = tl.zeros((BLOCK_Q, D), tl.float32)
+    if OWN:
+        b_q_own = tl.load(q_own + o_q, mask=m_q, other=-1)
+    b_max = tl.load(maximum + i_row * S_q + o_q, mask=m_q, other=0.0)
+    b_sum = tl.load(row_sum + i_row * S_q + o_q, mask=m_q, other=1.0)
+    b_out = tl.load(out + (i_row * S_q + o_q[:, None]) * D + o_d, mask=m_q[:, None], other=0.0)
     for i_tile in range(0, KV_BLOCKS):
         o_key = i_tile * BLOCK_KV + o_kv
         m_key = o_key < S_kv
@@ -82,7 +81,10 @@ def attend_fwd_kernel(
             p_bias = bias + (i_row * tl.cdiv(S_q, BLOCK_KV) + i_block * BLOCK_Q // BLOCK_KV) * S_kv
             b_s += tl.load(p_bias + o_key, mask=m_key, other=0.0)[None, :]
         b_s = tl.where(m_key[None, :], b_s, float("-inf"))
-        b_tile_max = tl.max(b_s, 1)
+        if OWN:
+            b_k_own = tl.load(k_own + i_row * S_kv + o_key, mask=m_key, other=-1)
+            b_s = tl.where(b_q_own[:, None] == b_k_own[None, :], float("-inf"), b_s)
+        b_tile_max = tl.maximum(tl.max(b_s, 1), LOWEST_MAXIMUM)
         if FORMAT == P_EXPCAST:
             b_tile_max = tl.ceil(b_tile_max * 8.0) * 0.125
         b_new_max = tl.maximum(b_max, b_tile_max)
@@ -109,18 +111,18 @@ def attend_triton(operands: Operands, formats: Formats) -> Tensor:
     q, k, v, q_scale, k_scale = (
         x.contiguous() for x in (operands.q, operands.k, operands.v, operands.q_scale, operands.k_scale)
     )
-    out = torch.empty_like(q, dtype=torch.float32)
-    demeaned = operands.means is not None
+    maximum, row_sum, out = (x.contiguous() for x in first_state(operands, formats))
+    demeaned, own = operands.means is not None, operands.own
     blocks, rows = triton.cdiv(q.shape[2], BLOCK), q.shape[0] * q.shape[1]
     attend_fwd_kernel[(blocks, rows)](
         q, k, v, q_scale, k_scale,
         q_scale if operands.bias is None else operands.bias.contiguous(),
         operands.v_scale.contiguous(),
         operands.means.contiguous() if demeaned else operands.v_scale,
-        out, q.shape[2], k.shape[2],
+        q_scale if own is None else own.of_queries, k_scale if own is None else own.of_keys,
+        maximum, row_sum, out, q.shape[2], k.shape[2],
         FORMAT=PROBABILITY_FORMATS.index(formats.probabilities),
-        EXACT_SUMS=formats.exact_sums or (formats.probabilities == "nvfp4" and demeaned),
-        BIAS=operands.bias is not None, MEANS=demeaned,
+        EXACT_SUMS=sums_exactly(operands, formats), BIAS=operands.bias is not None, MEANS=demeaned, OWN=own is not None,
         KV_BLOCKS=triton.cdiv(k.shape[2], BLOCK), D=q.shape[3], BLOCK_Q=BLOCK, BLOCK_KV=BLOCK,
         num_warps=8, num_stages=2,
     )  # fmt: skip

@@ -8,6 +8,7 @@ QUERY_FORMATS = ("16-bit", "int8", "e4m3", "nvfp4", "nvfp4, fed back")
 SCALE_GROUPS = ("block", "thread", "head")
 PROBABILITY_FORMATS = ("16-bit", "e4m3", "expcast", "u8", "u8 per tile", "nvfp4")
 VALUE_FORMATS = ("16-bit", "e4m3", "e4m3 per head", "int8", "int8 per block", "nvfp4", "nvfp4, closest")
+OWN_BLOCKS = ("none", "block", "cube")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Formats:
         exact_sums: the denominator adds probabilities before they are rounded.
         values: format of the values, or of what is left of them without their block means.
         rotate_values: v times a Hadamard matrix, the output turned back.
+        own: tokens that attend to each other in 16 bit: 128 of the sequence ("block") or a "cube" of the clip.
     """
 
     qk: str = "16-bit"
@@ -36,6 +38,7 @@ class Formats:
     exact_sums: bool = False
     values: str = "16-bit"
     rotate_values: bool = False
+    own: str = "none"
 
     def __post_init__(self):
         for name, choices in (
@@ -43,6 +46,7 @@ class Formats:
             ("qk_scales", SCALE_GROUPS),
             ("probabilities", PROBABILITY_FORMATS),
             ("values", VALUE_FORMATS),
+            ("own", OWN_BLOCKS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
@@ -59,5 +63,6 @@ COMFY_INT8 = Formats("int8", "thread", True, True, "u8 per tile", False, "int8")
 OURS_8BIT = Formats("int8", "block", True, True, "expcast", False, "e4m3")
 OURS_PRECISE = Formats("int8", "block", True, True, "16-bit", False, "16-bit")
 INT8_THROUGHOUT = Formats("int8", "block", True, True, "u8 per tile", False, "int8 per block")
-OURS_4BIT = Formats("nvfp4, fed back", "block", True, True, "nvfp4", False, "nvfp4, closest")
-NVFP4_AT_6 = OURS_4BIT.but(qk="nvfp4", values="nvfp4")
+FAR_4BIT = Formats("nvfp4, fed back", "block", True, True, "nvfp4", False, "nvfp4, closest")
+OURS_4BIT = FAR_4BIT.but(own="block")
+NVFP4_AT_6 = FAR_4BIT.but(qk="nvfp4", values="nvfp4")

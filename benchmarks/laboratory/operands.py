@@ -17,6 +17,7 @@ from vc_attention.quantize.nvfp4 import closest_nvfp4, fed_back_nvfp4, key_feedb
 from vc_attention.quantize.rotation import rotate
 
 from .formats import Formats
+from .own_block import OwnBlock, attend_own, block_of_token
 
 FED_BACK, CLOSEST = "nvfp4, fed back", "nvfp4, closest"
 
@@ -32,6 +33,7 @@ class Operands:
         bias: [B, H, ceil(S_q / 128), S_kv] float32, the exact part of the query means; None without them.
         v_scale: [B, H, ceil(S_kv / 128), D] float32.
         means: [B, H, ceil(S_kv / 128), D] float32; None where none were removed.
+        own: what is left out of the scores, and what the recurrence starts with, in the basis of v; None: nothing.
     """
 
     q: Tensor
@@ -42,16 +44,30 @@ class Operands:
     bias: Tensor | None
     v_scale: Tensor
     means: Tensor | None
+    own: OwnBlock | None = None
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, formats: Formats, permutation: Tensor | None, demean: bool) -> Operands:
-    """Operands of q, k, v [B, H, S, D] (16 bit) with keys and values in the order of ``permutation`` [B, H, S]."""
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    formats: Formats,
+    permutation: Tensor | None,
+    demean: bool,
+    own_order: Tensor | None = None,
+) -> Operands:
+    """Operands of q, k, v [B, H, S, D] (16 bit) with keys and values in the order of ``permutation`` [B, H, S].
+
+    Args:
+        own_order: int64 [S], in which each 128 tokens are one another's own block; None: there is none.
+    """
     unit = q.shape[-1] ** -0.5 * math.log2(math.e)
     queries, keys = q.float(), k.float()
     if formats.smooth_keys:
         keys = keys - keys.mean(2, keepdim=True)
     if formats.rotate:
         queries, keys = rotate(queries), rotate(keys)
+    exact = queries, keys
     keys = permute_tokens(keys, permutation)
     bias = None
     if formats.qk in ("nvfp4", FED_BACK):
@@ -68,6 +84,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, formats: Formats, permutation: Tens
     v_numbers, v_scale = quantize_values(residual, formats.values)
     if formats.values == CLOSEST and means is not None:
         means = means + block_means(residual - v_numbers * expand_blocks(v_scale, v.shape[2]))
+    own = None
+    if own_order is not None:
+        # Rounding a query moves its score with its own key by this, and others as far as their keys are like it.
+        shift = ((q_numbers.float() * q_scale.unsqueeze(3) - queries) * exact[1]).sum(3) * unit
+        total, output = attend_own(*exact, v, shift, own_order)
+        blocks = block_of_token(own_order)
+        of_keys = blocks.expand(k.shape[:3]) if permutation is None else blocks[permutation.long()]
+        own = OwnBlock(blocks, of_keys.contiguous(), total, rotate(output) if formats.rotate_values else output)
     qk_dtype = q.dtype if formats.qk == "16-bit" else torch.float16
     v_dtype = v.dtype if formats.values == "16-bit" else torch.float16
     return Operands(
@@ -79,6 +103,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, formats: Formats, permutation: Tens
         bias,
         v_scale,
         means,
+        own,
     )
 
 
@@ -94,8 +119,14 @@ def split_values(v: Tensor, rotated: bool, demean: bool) -> tuple[Tensor, Tensor
 
 def fed_back_rows(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers and scales of queries or keys, as `quantize_rows`, by the package's rounding."""
-    made = fed_back_nvfp4(x, nvfp4_scale(x, (2, 3)), weights)
-    return made.numbers(), made.scale.expand(*x.shape[:3], 1).squeeze(-1).contiguous()
+    scale = nvfp4_scale(x, (2, 3))
+    if x.is_cuda and x.shape[3] % NVFP4_GROUP == 0:
+        from .nvfp4_triton import fed_back_numbers_triton
+
+        numbers = fed_back_numbers_triton(x * (1 / scale), weights)
+    else:
+        numbers = fed_back_nvfp4(x, scale, weights).numbers()
+    return numbers, scale.expand(*x.shape[:3], 1).squeeze(-1).contiguous()
 
 
 def quantize_rows(x: Tensor, kind: str, groups: str, thread: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -134,8 +165,8 @@ def quantize_values(residual: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if kind == "16-bit":
         return residual, torch.ones_like(residual[:, :, :blocks])
     if kind == CLOSEST:
-        made = closest_nvfp4(residual.transpose(2, 3), nvfp4_scale(residual, (2,)).transpose(2, 3))
-        return made.numbers().transpose(2, 3), made.scale.transpose(2, 3).expand(-1, -1, blocks, -1).contiguous()
+        scale = nvfp4_scale(residual, (2,))
+        return closest_numbers(residual, scale), scale.expand(-1, -1, blocks, -1).contiguous()
     if kind == "nvfp4":
         scale = nvfp4_scale(residual, (2,))
         numbers = nvfp4_numbers((residual / scale).transpose(2, 3)).transpose(2, 3)
@@ -148,6 +179,16 @@ def quantize_values(residual: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     scale = positive(residual.abs().amax(dims, keepdim=True) / (INT8_MAX if kind == "int8" else E4M3_MAX))
     numbers = (residual / scale).round() if kind == "int8" else round_e4m3(residual / scale)
     return numbers, scale.expand(-1, -1, blocks, residual.shape[3]).contiguous()
+
+
+def closest_numbers(residual: Tensor, scale: Tensor) -> Tensor:
+    """Values [B, H, S, D] in NVFP4 along the tokens under ``scale`` [B, H, 1, D], by the package's rounding."""
+    along, scale = residual.transpose(2, 3), scale.transpose(2, 3)
+    if along.is_cuda and along.shape[3] % NVFP4_GROUP == 0:
+        from .nvfp4_triton import nvfp4_numbers_triton
+
+        return nvfp4_numbers_triton(along * (1 / scale), closest=True).transpose(2, 3)
+    return closest_nvfp4(along, scale).numbers().transpose(2, 3)
 
 
 def round_e4m3(x: Tensor) -> Tensor:

@@ -12,11 +12,10 @@ from vc_attention import group_values
 from vc_attention.group.blocks import removed_energy
 
 from . import formats
+from .attend import attend
 from .formats import Formats
-from .operands import prepare
 from .orders import balanced, cube_order
-from .renders import attend
-from .variants import AT_6, CHANNEL_ROW_MAXIMUM, OURS, PRECISE, ROW_MAXIMUM
+from .variants import CHANNEL_ROW_MAXIMUM, EARLIER_4BIT, OURS, OWN_STUDIES, PRECISE, ROW_MAXIMUM
 
 CLUSTER_COUNTS = (8, 16, 32, 64, 128, 256, 512)
 OUTLIER = 3.0  # times the median norm of a head's tokens
@@ -26,13 +25,14 @@ HEADS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Call:
-    """One watched attention call: q, k, v [B, H, S, D], the exact output and the k-means grouping's permutation."""
+    """One watched attention call: q, k, v [B, H, S, D], exact output, the k-means grouping's permutation, the grid."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     exact: Tensor
     permutation: Tensor
+    grid: tuple[int, int, int]
 
 
 def error_probes() -> dict[str, Callable[[Call], Tensor]]:
@@ -40,7 +40,7 @@ def error_probes() -> dict[str, Callable[[Call], Tensor]]:
 
     def with_formats(kinds: Formats, smooth: bool = False):
         return lambda call: attend(
-            prepare(call.q, call.k, call.v, kinds, call.permutation if smooth else None, smooth), kinds
+            call.q, call.k, call.v, kinds, call.permutation if smooth else None, smooth, call.grid
         )
 
     exact = formats.SIXTEEN_BIT
@@ -55,16 +55,18 @@ def error_probes() -> dict[str, Callable[[Call], Tensor]]:
     made = {name: with_formats(kinds) for name, kinds in whole.items()}
     ours = dict(OURS)
     ours[ROW_MAXIMUM] = formats.INT8_THROUGHOUT.but(probabilities="u8")
-    ours[AT_6] = formats.NVFP4_AT_6
+    ours |= EARLIER_4BIT
+    for name, kinds in OWN_STUDIES.items():
+        made[name] = with_formats(kinds, smooth=True)
     for name, kinds in ours.items():
         made[name] = with_formats(kinds, smooth=True)
         made[f"{name}, means stay"] = with_formats(kinds)
     for name, kinds in ours.items():
-        same = {"smooth_keys": True, "rotate": True}
-        made[f"{name}, only Q and K"] = with_formats(exact.but(qk=kinds.qk, **same))
-        made[f"{name}, only P"] = with_formats(exact.but(probabilities=kinds.probabilities, exact_sums=False))
-        made[f"{name}, only V"] = with_formats(exact.but(values=kinds.values))
-        made[f"{name}, only V, V-Smooth"] = with_formats(exact.but(values=kinds.values), smooth=True)
+        one = exact.but(own=kinds.own)
+        made[f"{name}, only Q and K"] = with_formats(one.but(qk=kinds.qk, smooth_keys=True, rotate=True))
+        made[f"{name}, only P"] = with_formats(one.but(probabilities=kinds.probabilities, exact_sums=False))
+        made[f"{name}, only V"] = with_formats(one.but(values=kinds.values))
+        made[f"{name}, only V, V-Smooth"] = with_formats(one.but(values=kinds.values), smooth=True)
     return made
 
 
@@ -87,7 +89,7 @@ class Watch:
             return
         q, k, v = (x[: self.clips].contiguous() for x in (q, k, v))  # the prompts' half of a guided batch
         exact, attention_facts = exact_attention(q, k, v)
-        call = Call(q, k, v, exact, group_values(v).permutation)
+        call = Call(q, k, v, exact, group_values(v).permutation, self.grid)
         for name, probe in self.probes.items():
             self.errors[name][layer, step] = relative_error(probe(call), exact)
         facts = attention_facts

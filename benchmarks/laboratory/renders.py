@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from vc_attention import attention, group_values
 from vc_attention.group.api import Grouping
-from vc_attention.quantize.rotation import rotate
 
-from .attend_torch import attend_torch
-from .operands import prepare
+from .attend import attend
 from .orders import balanced, cube_order
 from .variants import Variant
 
@@ -139,7 +137,7 @@ class SelfAttention:
     """A variant's self-attention over one render, with the grouping each layer holds."""
 
     def __init__(self, variant: Variant, grid: tuple[int, int, int], steps: int):
-        self.variant, self.steps = variant, steps
+        self.variant, self.grid, self.steps = variant, grid, steps
         self.cube = cube_order(grid) if variant.plan.order == "cube" else None
         self.held: dict[int, tuple[Grouping, int]] = {}
 
@@ -154,8 +152,7 @@ class SelfAttention:
         if variant.kernel != "emulated":
             return attention(q, k, v, mode=variant.kernel, implementation="cuda", grouping=grouping, demean=demean)
         permutation = None if grouping is None else grouping.permutation
-        output = attend(prepare(q, k, v, variant.formats, permutation, demean), variant.formats)
-        return (rotate(output) if variant.formats.rotate_values else output).to(v.dtype)
+        return attend(q, k, v, variant.formats, permutation, demean, self.grid).to(v.dtype)
 
     def _grouping(self, step: int, layer: int, v: Tensor) -> Grouping | None:
         plan = self.variant.plan
@@ -169,12 +166,3 @@ class SelfAttention:
                 last = balanced(v, last)
             self.held[layer] = (last, step)
         return last
-
-
-def attend(operands, formats) -> Tensor:
-    """The emulation that fits the device: [B, H, S, D] float32."""
-    if not operands.q.is_cuda:
-        return attend_torch(operands, formats)
-    from .attend_triton import attend_triton
-
-    return attend_triton(operands, formats)

@@ -80,9 +80,16 @@ OURS = {
     "INT8 throughout": formats.INT8_THROUGHOUT,
     "4-bit": formats.OURS_4BIT,
 }
-AT_6 = "4-bit, largest at 6"
+FAR_ALONE = "4-bit without own block"
+AT_6 = f"{FAR_ALONE}, largest at 6"
 ROW_MAXIMUM = "INT8 throughout, u8 of the row's maximum"
 CHANNEL_ROW_MAXIMUM = "INT8 by channel, u8 of the row's maximum"
+EARLIER_4BIT = {FAR_ALONE: formats.FAR_4BIT, AT_6: formats.NVFP4_AT_6}
+OWN_STUDIES = {
+    "4-bit, own cube": formats.OURS_4BIT.but(own="cube"),
+    "8-bit, own block": formats.OURS_8BIT.but(own="block"),
+    "INT8 throughout, own block": formats.INT8_THROUGHOUT.but(own="block"),
+}
 OTHERS = {
     "plain FP8": formats.PLAIN_FP8,
     "SageAttention2's formats": formats.SAGE_ATTENTION_2,
@@ -99,7 +106,9 @@ def render_variants() -> list[Variant]:
         *(Variant(name, "others", kinds) for name, kinds in OTHERS.items()),
         Variant(PRECISE, "8-bit", formats.OURS_PRECISE),
         *(variant for name, kinds in OURS.items() for variant in _with_and_without(name, kinds)),
-        *_with_and_without(AT_6, formats.NVFP4_AT_6),
+        *(variant for name, kinds in EARLIER_4BIT.items() for variant in _with_and_without(name, kinds)),
+        *(variant for name, kinds in OWN_STUDIES.items() for variant in _with_and_without(name, kinds)),
+        Variant(f"{PRECISE}, own block", "8-bit, own block", formats.OURS_PRECISE.but(own="block")),
         Variant(CHANNEL_ROW_MAXIMUM, "study", formats.COMFY_INT8.but(probabilities="u8")),
         *_with_and_without(ROW_MAXIMUM, formats.INT8_THROUGHOUT.but(probabilities="u8")),
         Variant("8-bit, CUDA kernel", "8-bit", formats.OURS_8BIT, Plan(), kernel="8-bit"),
@@ -114,7 +123,7 @@ def _with_and_without(name: str, kinds: Formats) -> list[Variant]:
 def ablation_variants() -> list[Variant]:
     """What else the values' order and format could be, and what V-Smooth does to the formats of others."""
     made = []
-    for name, kinds in OURS.items():
+    for name, kinds in {**OURS, FAR_ALONE: formats.FAR_4BIT}.items():
         rotated = kinds.but(rotate_values=True)
         made += _with_and_without(name, kinds)
         made += [
@@ -141,8 +150,8 @@ def schedule_variants() -> list[Variant]:
     plans.append(Plan(window=LATE))
     plans += [Plan(window=window, warm=False) for window in (EARLY, ALL)]
     plans += [Plan(window=window, demean="window") for window in (EARLY, LATE)]
-    modes = ("8-bit", "4-bit")
-    return [Variant(f"{mode}, {_named(plan)}", mode, OURS[mode], plan) for mode in modes for plan in plans]
+    modes = {"8-bit": formats.OURS_8BIT, "4-bit": formats.OURS_4BIT, FAR_ALONE: formats.FAR_4BIT}
+    return [Variant(f"{mode}, {_named(plan)}", mode, kinds, plan) for mode, kinds in modes.items() for plan in plans]
 
 
 def _named(plan: Plan) -> str:

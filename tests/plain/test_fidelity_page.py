@@ -60,6 +60,42 @@ def test_newest_takes_the_last_row_of_the_last_model(page):
     assert [each["psnr_mean"] for each in page.earlier(rows)] == [1.0]
 
 
+def test_rows_from_before_the_own_block_have_other_names(page):
+    old = row("4-bit, largest at 6", [1.0], family="4-bit, largest at 6")
+    assert page.named_as_now(old)["settings"] == "4-bit without own block, largest at 6"
+    assert page.named_as_now(old)["family"] == "4-bit without own block, largest at 6"
+    probes = {"settings": "prompt rows", "errors": {"4-bit": [], "4-bit, only V": [], "8-bit": []}}
+    named = page.named_as_now(probes)
+    assert list(named["errors"]) == ["4-bit without own block", "4-bit without own block, only V", "8-bit"]
+    assert named["settings"] == "prompt rows"
+    new = row("4-bit", [1.0], own="block")
+    assert page.named_as_now(new) is new
+
+
+def test_families_stand_in_their_order(page):
+    families = ("study", "4-bit without own block", "4-bit", "8-bit", "others")
+    rows = [row(name, [1.0], family=name) for name in families]
+    assert [each["settings"] for each in page.newest(rows)] == [*reversed(families[1:]), "study"]
+
+
+def test_the_own_block_is_compared_over_the_same_clips(page):
+    rows = [row("4-bit", [31.0, 42.0]), row("4-bit without own block", [29.0, 39.0])]
+    assert "| 4-bit | +2.50 ± 0.50 dB | 2 of 2 | +0.00 dB |" in page.own_table(rows)
+    assert "| 8-bit precise | not run |  |  |" in page.own_table(rows)
+    text = page.four_bit_text(rows)
+    assert "PSNR of 36.50 dB against 16 bit, without the own block 34.00 dB" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_versions_of_rows_are_told_apart(page):
+    about = {"size": [1, 2, 3], "tokens": 4096, "steps": 20, "clips": 2, "prompts": 1, "seconds": 3.0, "dirty": False}
+    about |= {"gpu": "G", "torch": "t", "date": "2026-01-02T00"}
+    rows = [row(name, [1.0], commit=commit, **about) for name, commit in (("a", "one"), ("b", "one"), ("c", "two"))]
+    lines = page.run_table(rows).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| renders: 2", "| renders: 1"]
+    assert "6 s | G, torch t, 2026-01-02, commit one" in lines[0]
+
+
 def test_targets_compare_the_same_clips(page):
     rows = [row("8-bit", [30.0, 42.0]), row("8-bit, means stay", [29.0, 39.0])]
     assert "| +1.0 dB | +2.00 ± 1.00 dB | 2 of 2 | +0.00 dB | met |" in page.targets_table(rows)

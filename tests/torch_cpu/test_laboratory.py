@@ -18,6 +18,7 @@ from vc_attention.testing import clustered_qkv, relative_l2
 from .triton_compile import skip_without_triton
 
 ROOT = Path(__file__).parents[2]
+GRID = (3, 8, 11)
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +36,14 @@ def node_module(name):
 @pytest.fixture(scope="module")
 def call():
     """q, k, v with a short last block, and a grouping's permutation."""
-    q, k, v = clustered_qkv((3, 8, 11), heads=2, dtype=torch.bfloat16)
+    q, k, v = clustered_qkv(GRID, heads=2, dtype=torch.bfloat16)
     return q, k, v, group_values(v, clusters=3).permutation
 
 
-def emulated(call, kinds, demean=True):
-    from laboratory.attend_torch import attend_torch
-    from laboratory.operands import prepare
+def emulated(call, kinds, demean=True, grid=GRID):
+    from laboratory.attend import attend
 
-    return attend_torch(prepare(*call[:3], kinds, call[3], demean), kinds)
+    return attend(*call[:3], kinds, call[3], demean, grid)
 
 
 @pytest.mark.parametrize("demean", [True, False])
@@ -78,12 +78,65 @@ def test_int8_throughout_has_steps_of_a_half_percent(call):
 
 
 @pytest.mark.parametrize("demean", [True, False])
-def test_4bit_emulation_is_the_reference(call, demean):
-    from laboratory.formats import OURS_4BIT
+@pytest.mark.parametrize("own", [True, False], ids=["own block", "no own block"])
+def test_4bit_emulation_is_the_reference(call, own, demean):
+    from laboratory.formats import FAR_4BIT, OURS_4BIT
 
     q, k, v, permutation = call
-    expected = attend4(quantize4(q, k, v, permutation, demean), q.shape[-1] ** -0.5)
-    assert relative_l2(emulated(call, OURS_4BIT, demean), expected) < 5e-4  # a tie away is 1.4e-4
+    expected = attend4(quantize4(q, k, v, permutation, demean, own), q.shape[-1] ** -0.5)
+    # A tie away is 1.4e-4; the reference rounds the probabilities of the own block to the dtype of v.
+    assert relative_l2(emulated(call, OURS_4BIT if own else FAR_4BIT, demean), expected) < 5e-4
+
+
+@pytest.mark.parametrize("own", ["block", "cube"])
+def test_an_own_block_changes_no_exact_attention(call, own):
+    from laboratory.formats import SIXTEEN_BIT
+
+    assert relative_l2(emulated(call, SIXTEEN_BIT.but(own=own), demean=False), exact_attention(*call[:3])) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["PLAIN_FP8", "SAGE_ATTENTION_2", "COMFY_INT8", "OURS_8BIT", "INT8_THROUGHOUT"])
+@pytest.mark.parametrize("demean", [True, False])
+def test_an_own_block_brings_every_format_nearer(call, kind, demean):
+    from laboratory import formats
+
+    exact = exact_attention(*call[:3])
+    kinds = getattr(formats, kind)
+    without, with_own = (relative_l2(emulated(call, kinds.but(own=own), demean), exact) for own in ("none", "block"))
+    assert with_own < 0.8 * without
+
+
+def test_one_block_is_attended_to_as_without_own_blocks():
+    from laboratory.formats import FAR_4BIT, OURS_4BIT
+
+    q, k, v = clustered_qkv((2, 8, 8), dtype=torch.bfloat16)
+    with_own, without = (emulated((q, k, v, None), kinds, grid=(2, 8, 8)) for kinds in (OURS_4BIT, FAR_4BIT))
+    assert torch.equal(with_own, without)
+
+
+def test_a_cube_is_a_block_of_tokens_in_cubes():
+    from laboratory.formats import SAGE_ATTENTION_2
+    from laboratory.orders import cube_order
+
+    grid = (2, 16, 8)
+    q, k, v = clustered_qkv(grid, dtype=torch.bfloat16)
+    order = cube_order(grid).long()
+    kinds = SAGE_ATTENTION_2.but(qk="16-bit")  # blocks, which differ between the two, play no part in these formats
+    cubes = emulated((q, k, v, None), kinds.but(own="cube"), demean=False, grid=grid)
+    in_cubes = (*(x[:, :, order] for x in (q, k, v)), None)
+    blocks = emulated(in_cubes, kinds.but(own="block"), demean=False, grid=grid)
+    assert relative_l2(cubes[:, :, order], blocks) < 1e-3
+
+
+def test_a_row_that_sees_its_own_block_alone_is_exact():
+    from laboratory.formats import OURS_4BIT
+
+    own = torch.eye(2).repeat_interleave(128, 0) @ torch.randn(2, 128, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(3, 256, 128, generator=torch.Generator().manual_seed(1))
+    q, k, v = (40 * own + noise[0], own + 0.1 * noise[1], noise[2])
+    q, k, v = (x[None, None].bfloat16() for x in (q, k, v))
+    output = emulated((q, k, v, None), OURS_4BIT, grid=(1, 16, 16))
+    assert relative_l2(output, exact_attention(q, k, v)) < 1e-3
 
 
 def test_16bit_emulation_is_exact_attention(call):
@@ -98,7 +151,7 @@ def test_formats_stand_in_the_order_of_their_steps(call):
     exact = exact_attention(*call[:3])
     errors = [
         relative_l2(emulated(call, kinds, demean=False), exact)
-        for kinds in (formats.COMFY_INT8, formats.SAGE_ATTENTION_2, formats.PLAIN_FP8, formats.OURS_4BIT)
+        for kinds in (formats.COMFY_INT8, formats.SAGE_ATTENTION_2, formats.PLAIN_FP8, formats.FAR_4BIT)
     ]
     assert errors == sorted(errors)
     assert errors[0] < 0.02 < errors[1] < 0.035 < errors[2] < 0.08 < errors[3] < 0.2
@@ -223,6 +276,37 @@ def test_titles_name_one_row_each():
         assert len(set(titles)) == len(titles)
 
 
+def test_a_title_tells_whether_there_is_an_own_block():
+    from laboratory import variants
+
+    for made in (variants.render_variants(), variants.ablation_variants(), variants.schedule_variants()):
+        for variant in made:
+            own = variant.formats.own if variant.formats else "none"
+            named = variant.title.split(",")[0] == "4-bit" or ", own block" in variant.title
+            assert own == ("cube" if ", own cube" in variant.title else "block" if named else "none"), variant.title
+
+
+def test_rows_from_before_the_own_block_are_those_of_the_mode_without_it(tmp_path):
+    import fidelity
+    import rows
+    from laboratory.variants import render_variants
+
+    clips = fidelity.CLIPS["renders"]
+    jobs = {v.title: fidelity.job_key(fidelity.Job("renders", v), clips) for v in render_variants()}
+    row = {
+        "operation": "fidelity_renders",
+        "settings": "4-bit, means stay",
+        "family": "4-bit",
+        "model": "m",
+    } | clips.row()
+    path = tmp_path / "rows.jsonl"
+    rows.append([row], path)
+    assert fidelity.finished([path], "m") == {jobs["4-bit without own block, means stay"]}
+    rows.append([row | {"own": "block"}], path)
+    assert jobs["4-bit, means stay"] in fidelity.finished([tmp_path / "none.jsonl", path], "m")
+    assert fidelity.finished([path], "other") == set()
+
+
 def test_clip_sets_show_new_prompts_and_about_as_many_clips_as_ever():
     import fidelity
 
@@ -258,14 +342,52 @@ from laboratory import formats
 from laboratory.attend_torch import attend_torch
 from laboratory.attend_triton import attend_triton
 from laboratory.operands import prepare
+from laboratory.own_block import own_order
+from vc_attention import group_values
 from vc_attention.testing import clustered_qkv, relative_l2
-q, k, v = clustered_qkv((2, 9, 8), heads=1, dtype=torch.float16)
+grid = (2, 9, 8)
+q, k, v = clustered_qkv(grid, heads=1, dtype=torch.float16)
+permutation = group_values(v, clusters=2).permutation
 for kind in ("SIXTEEN_BIT", "PLAIN_FP8", "OURS_8BIT", "INT8_THROUGHOUT", "OURS_4BIT"):
     kinds = getattr(formats, kind)
-    for demean in (True, False):
-        operands = prepare(q, k, v, kinds, None, demean)
+    for demean, own in ((True, None), (False, None), (True, "block"), (False, "cube")):
+        order = own and own_order(own, grid, q.device)
+        operands = prepare(q, k, v, kinds, permutation if demean else None, demean, order)
         print(relative_l2(attend_triton(operands, kinds), attend_torch(operands, kinds)))
 """
+    errors = [float(line) for line in interpreted(code)]
+    assert len(errors) == 20
+    assert max(errors) < 1e-3
+
+
+def test_the_gpu_rounding_interpreted_is_the_packages():
+    skip_without_triton()
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from laboratory.nvfp4_triton import fed_back_numbers_triton, nvfp4_numbers_triton
+from vc_attention.formats import nvfp4_scale
+from vc_attention.quantize.nvfp4 import closest_nvfp4, fed_back_nvfp4, query_feedback
+generator = torch.Generator().manual_seed(0)
+x, k = torch.randn(2, 1, 2, 128, 64, generator=generator)
+x = x * torch.rand(1, 2, 128, 1, generator=generator) ** 20  # groups whose scales are subnormal or zero
+x[..., :16] *= 0
+scale, weights = nvfp4_scale(x, (2, 3)), query_feedback(k)
+unit = x * (1 / scale)
+expected = fed_back_nvfp4(x, scale, weights).numbers()
+print(float((fed_back_numbers_triton(unit, weights) != expected).float().mean()))
+print(float((nvfp4_numbers_triton(unit, closest=True).float() != closest_nvfp4(x, scale).numbers()).float().mean()))
+print(float((expected == 0).float().mean()))
+"""
+    fed_back, closest, zeros = (float(line) for line in interpreted(code))
+    assert fed_back < 1e-3  # ties
+    assert closest == 0
+    assert zeros > 0.3
+
+
+def interpreted(code):
+    """Lines printed by ``code`` under Triton's interpreter, with the path of benchmarks/ as its argument."""
     done = subprocess.run(
         [sys.executable, "-c", code, str(ROOT / "benchmarks")],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -275,16 +397,16 @@ for kind in ("SIXTEEN_BIT", "PLAIN_FP8", "OURS_8BIT", "INT8_THROUGHOUT", "OURS_4
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    errors = [float(line) for line in done.stdout.split()]
-    assert len(errors) == 10
-    assert max(errors) < 1e-3
+    return done.stdout.split()
 
 
 def test_a_second_run_adds_nothing(tmp_path):
     output = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(ROOT / "benchmarks" / "fidelity.py"), "--quick", "--output", str(output)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "fidelity.py"), "--quick"]
     command += ["--only", "renders", "--match", "another kernel"]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    elsewhere = ["--output", str(tmp_path / "more.jsonl"), "--made", str(output)]
+    for options in (["--output", str(output)], ["--output", str(output)], elsewhere):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr
         assert len(output.read_text().splitlines()) == 1
+    assert not (tmp_path / "more.jsonl").exists()
