@@ -2,13 +2,14 @@
 
     python benchmarks/fourbit.py [--frames 16 --rows 32 --columns 32 --heads 4] [--out FILE]
 
-Three tables: what is smoothed, in which order values stand and how NVFP4 is rounded; each rounding alone and all but
-one; other formats of queries and keys. The mode as it ships also runs through the Triton kernels, on a GPU without
-4-bit products emulated. Nothing is timed. Rows go to benchmarks/results/studies/<device>-fourbit.jsonl;
-benchmarks/fourbit_page.py writes the tables of docs/blackwell.md from those of an H200.
+Four tables: what is smoothed, in which order values stand and how NVFP4 is rounded; each rounding alone and all but
+one; other formats of queries and keys; which keys stay in 16 bit, the own block. The mode as it ships also runs through
+the Triton kernels, on a GPU without 4-bit products emulated. Nothing is timed. Rows go to
+benchmarks/results/studies/<device>-fourbit.jsonl; benchmarks/fourbit_page.py writes the tables of docs/blackwell.md
+from those of an H200.
 
-Inputs are normal numbers, the made-up video layer of testing.py, and q, k and v of calls of the demo's trained model,
-caught in a 16-bit render; of those the root mean square over calls is told.
+Inputs are normal numbers, the made-up video layer of testing.py in two shapes, and q, k and v of calls of the demo's
+trained model, caught in a 16-bit render; of those the root mean square over calls is told.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from fourbit_page import ROUNDINGS, tables
 from laboratory.orders import CUBE, cube_order
 from rows import RESULTS, append, environment
 from vc_attention import group_values
+from vc_attention.arch import FOUR_BIT
+from vc_attention.attend import run_triton4
 from vc_attention.attend.exact import exact_attention
-from vc_attention.attend.triton4 import attend_triton4
+from vc_attention.attend.settings import AUTO, resolve
 from vc_attention.formats import (
     E2M1_MAX,
     E4M3_MAX,
@@ -48,10 +51,11 @@ from vc_attention.group.blocks import BLOCK, block_means, expand_blocks, permute
 from vc_attention.quantize.nvfp4 import closest_nvfp4, fed_back_nvfp4, feedback, sampled_blocks
 from vc_attention.quantize.reference import split_values
 from vc_attention.quantize.rotation import rotate
-from vc_attention.quantize.triton4 import prepare4
 from vc_attention.testing import clustered_qkv, random_qkv
 
 CLUSTERS = (8, 64, 256)
+OWN = {"none": 0, "own key": 1, "64": 64, "128": 128, "256": 256, "2 x 8 x 8": math.prod(CUBE)}  # tokens
+WIDE = "clustered, wide"
 DEMO = "demo model"
 STEPS = 8  # of the render whose calls are caught
 CAUGHT = {"cuda": (0, 4), "cpu": (2,)}  # steps
@@ -70,6 +74,8 @@ class Method:
         rounding: "to 6", "closest" (scale of the least squared error) or "fed back" (and errors of q and k fed back).
         terms: which operands are rounded.
         queries: format of queries and keys: "nvfp4", "k in two terms", "e4m3" or "int8" (scales of a row).
+        own: which keys a query attends to in 16 bit, of OWN: itself, so many tokens of the sequence, or a cube.
+        shift: their scores move by what rounding the query does to the score with its own key.
     """
 
     key_mean: bool = True
@@ -80,6 +86,8 @@ class Method:
     rounding: str = "fed back"
     terms: tuple[str, ...] = TERMS
     queries: str = "nvfp4"
+    own: str = "none"
+    shift: bool = True
 
     def smoothing(self) -> str:
         done = {"K mean": self.key_mean, "Hadamard": self.rotated, "Q block means": self.query_means}
@@ -89,11 +97,12 @@ class Method:
         return f"V-Smooth, {self.order}" if self.demean else "plain"
 
 
-SHIPPED = Method(order="k-means", demean=True)
+SHIPPED = Method(order="k-means", demean=True, own="128")
+FAR = replace(SHIPPED, own="none")
 
 
 def smoothing_methods() -> Iterator[Method]:
-    """The main table: each smoothing with plain values, then each order, each with each rounding."""
+    """The main table: each smoothing with plain values, each order, the own block; each with each rounding."""
     for rounding in ROUNDINGS:
         plain = Method(rounding=rounding)
         for key_mean, rotated, query_means in (
@@ -106,21 +115,34 @@ def smoothing_methods() -> Iterator[Method]:
             yield replace(smooth, order=order)
         yield replace(smooth, order="k-means", rotated=False)
         yield replace(smooth, order="k-means", query_means=False)
+        yield replace(plain, own=SHIPPED.own)
+        yield replace(SHIPPED, rounding=rounding)
 
 
 def term_methods() -> Iterator[Method]:
     """Each operand rounded alone, and all but each, before and with what the mode does."""
-    for start in (Method(rounding="to 6"), replace(SHIPPED, rounding="to 6"), replace(SHIPPED, demean=False), SHIPPED):
+    earlier = (Method(rounding="to 6"), replace(FAR, rounding="to 6"), replace(FAR, demean=False), FAR)
+    for start in (*earlier, replace(SHIPPED, demean=False), SHIPPED):
         for term in TERMS:
             yield replace(start, terms=(term,))
             yield replace(start, terms=tuple(other for other in TERMS if other != term))
 
 
 def query_methods() -> Iterator[Method]:
-    """Queries and keys in more bits."""
+    """Queries and keys in more bits, without an own block."""
     for queries in ("k in two terms", "e4m3", "int8"):
-        yield replace(SHIPPED, queries=queries)
-        yield replace(SHIPPED, queries=queries, demean=False)
+        yield replace(FAR, queries=queries)
+        yield replace(FAR, queries=queries, demean=False)
+
+
+def own_methods() -> Iterator[Method]:
+    """Other own blocks, with and without the shift."""
+    for own in OWN:
+        for shift in (False, True)[own == "none" :]:
+            yield replace(SHIPPED, own=own, shift=shift)
+
+
+TABLES = {"main": smoothing_methods, "terms": term_methods, "queries": query_methods, "own": own_methods}
 
 
 @dataclass(frozen=True)
@@ -152,6 +174,16 @@ class Calls:
         _, _, count = order.partition(", ")
         return group_values(self.v, clusters=int(count) if count else None).permutation
 
+    def own_keys(self, own: str, permutation: Tensor | None) -> Tensor:
+        """Bool, broadcastable to [B, H, rows, S]: which keys, in their order, are of the own block of a query."""
+        place = torch.arange(self.q.shape[2], device=self.q.device)
+        if own == "2 x 8 x 8":
+            place = cube_order(self.grid, self.q.device).argsort()
+        block = place // max(1, OWN[own])
+        of_keys = block if permutation is None else block[permutation.long()]
+        of_queries = block.unflatten(0, (-1, BLOCK))[self.blocks].flatten()
+        return (of_queries[:, None] == of_keys[..., None, :]) & (own != "none")
+
 
 def chosen(x: Tensor, blocks: Tensor) -> Tensor:
     """Rows of some blocks of x [B, H, S, X]."""
@@ -165,19 +197,40 @@ def attended(calls: Calls, method: Method, permutation: Tensor | None) -> Tensor
         k = (k.double() - k.mean(2, keepdim=True, dtype=torch.float64)).float()
     if method.rotated:
         q, k = rotate(q), rotate(k)
-    q_means = block_means(q) if method.query_means else torch.zeros_like(block_means(q))
-    q = q - expand_blocks(q_means, q.shape[2])
     keys = permute_tokens(k, permutation)
-    queries, stored_keys = rounded_rows(q, keys, method)
-    queries = chosen(queries, calls.blocks)
-    bias = q_means[:, :, calls.blocks] @ keys.transpose(2, 3)
-    scores = queries @ stored_keys.transpose(2, 3) + expand_blocks(bias, queries.shape[2])
-    weights = torch.softmax(scores * q.shape[-1] ** -0.5, dim=-1)
-    residual, means = rounded_values(permute_tokens(calls.v, permutation), method)
-    stored = rounded_probabilities(weights) if "P" in method.terms else weights
+    q_means = block_means(q) if method.query_means else torch.zeros_like(block_means(q))
+    queries, stored_keys = rounded_rows(q - expand_blocks(q_means, q.shape[2]), keys, method)
+    exact, queries, own_keys = (chosen(x, calls.blocks) for x in (q, queries, k))
+    means = expand_blocks(q_means[:, :, calls.blocks], queries.shape[2])
+    scale = q.shape[-1] ** -0.5
+    scores = (queries @ stored_keys.transpose(2, 3) + means @ keys.transpose(2, 3)) * scale
+    near = exact @ keys.transpose(2, 3) * scale
+    if method.shift:
+        near = near + ((queries + means - exact) * own_keys).sum(-1, keepdim=True) * scale
+    return attended_by_scores(scores, near, calls, method, permutation)
+
+
+def attended_by_scores(
+    scores: Tensor, near: Tensor, calls: Calls, method: Method, permutation: Tensor | None
+) -> Tensor:
+    """The softmax and what follows.
+
+    Args:
+        scores, near: [B, H, rows, S] of rounded operands, and those that count for the own block.
+    """
+    is_own = calls.own_keys(method.own, permutation)
+    scores, near = scores.masked_fill(is_own, -torch.inf), near.masked_fill(~is_own, -torch.inf)
+    near_total = near.logsumexp(-1, keepdim=True)
+    total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), near_total)
+    weights, near_weights = torch.exp(scores - total), torch.exp(near - total)
+    largest = torch.exp(torch.maximum(scores.amax(-1, keepdim=True), near_total) - total)  # where the kernels start
+    values = permute_tokens(calls.v, permutation)
+    residual, means = rounded_values(values, method)
+    stored = rounded_probabilities(weights, largest) if "P" in method.terms else weights
+    output = stored @ residual + near_weights @ values.float()
     if means is None:
-        return stored @ residual / stored.sum(-1, keepdim=True)
-    return stored @ residual + weights @ expand_blocks(means, calls.v.shape[2])
+        return output / (stored.sum(-1, keepdim=True) + near_weights.sum(-1, keepdim=True))
+    return output + weights @ expand_blocks(means, values.shape[2])
 
 
 def rounded_rows(q: Tensor, k: Tensor, method: Method) -> tuple[Tensor, Tensor]:
@@ -225,9 +278,9 @@ def rounded_values(v: Tensor, method: Method) -> tuple[Tensor, Tensor | None]:
     return stored, means
 
 
-def rounded_probabilities(weights: Tensor) -> Tensor:
-    """NVFP4 of rows whose largest is 448 x 6, and back; one row maximum for all tiles, not a running one."""
-    unit = weights.amax(-1, keepdim=True) / TOP
+def rounded_probabilities(weights: Tensor, largest: Tensor) -> Tensor:
+    """NVFP4 of rows whose ``largest`` is 448 x 6, and back; one row maximum for all tiles, not a running one."""
+    unit = largest / TOP
     one = torch.ones((), device=weights.device)
     heads = (weights / unit).flatten(0, 1)  # in turn, for memory
     return torch.stack([quantize_nvfp4(head, one).dequantize() for head in heads]).view_as(weights) * unit
@@ -236,8 +289,8 @@ def rounded_probabilities(weights: Tensor) -> Tensor:
 def kernels(calls: Calls, permutation: Tensor | None) -> Tensor:
     """The shipped mode by the Triton kernels, for the queries that are asked."""
     output = torch.empty_like(calls.q)
-    scale = calls.q.shape[-1] ** -0.5
-    attend_triton4(prepare4(calls.q, calls.k, calls.v, scale=scale, permutation=permutation), output)
+    settings = resolve(FOUR_BIT, AUTO, AUTO, demean=True, family="sm_120")
+    run_triton4.run(calls.q, calls.k, calls.v, permutation, calls.q.shape[-1] ** -0.5, settings, output)
     return chosen(output, calls.blocks).float()
 
 
@@ -259,6 +312,8 @@ def measured(calls: Calls, method: Method, orders: dict[str, Tensor | None]) -> 
         "rounding": method.rounding,
         "rounded": "".join(method.terms),
         "queries": method.queries,
+        "own": method.own,
+        "shift": method.shift,
         "calls": calls.q.shape[0],
         "removed_energy": float(removed_energy(calls.v, permutation).mean()) if method.demean else 0.0,
         "error": relative_error(attended(calls, method, permutation), calls.exact),
@@ -268,11 +323,12 @@ def measured(calls: Calls, method: Method, orders: dict[str, Tensor | None]) -> 
 def input_rows(name: str, calls: Calls) -> Iterator[dict]:
     """All rows of one input."""
     orders: dict[str, Tensor | None] = {}
-    for table, methods in (("main", smoothing_methods()), ("terms", term_methods()), ("queries", query_methods())):
-        for method in methods:
+    for table, methods in TABLES.items():
+        for method in methods():
             yield {"input": name, "table": table, "computed": "torch"} | measured(calls, method, orders)
     if calls.q.is_cuda:
         shipped = {"smoothing": SHIPPED.smoothing(), "values": SHIPPED.values(), "rounding": SHIPPED.rounding}
+        shipped |= {"own": SHIPPED.own, "shift": SHIPPED.shift}
         computed = {"table": "kernels", "computed": "Triton kernels, instructions emulated", "calls": calls.q.shape[0]}
         error = relative_error(kernels(calls, orders["k-means"]), calls.exact)
         yield {"input": name, **computed, **shipped, "error": error}
@@ -281,13 +337,12 @@ def input_rows(name: str, calls: Calls) -> Iterator[dict]:
 def inputs(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, Calls]]:
     """Calls by the name of their inputs, bf16."""
     grid = (arguments.frames, arguments.rows, arguments.columns)
-    tokens = math.prod(grid)
-    drawn = {
-        "random": random_qkv((1, arguments.heads, tokens, 128), dtype=torch.bfloat16, device=device),
-        "clustered": clustered_qkv(grid, heads=arguments.heads, dtype=torch.bfloat16, device=device),
-    }
-    for name, qkv in drawn.items():
-        yield name, Calls.of(qkv, grid, arguments.queries)
+    wide = (arguments.frames // 2, arguments.rows, arguments.columns * 5 // 2)  # 128 tokens: 1.6 rows of a picture
+    drawn = {"dtype": torch.bfloat16, "device": device}
+    shape = (1, arguments.heads, math.prod(grid), 128)
+    yield "random", Calls.of(random_qkv(shape, **drawn), grid, arguments.queries)
+    for name, of in (("clustered", grid), (WIDE, wide)):
+        yield name, Calls.of(clustered_qkv(of, heads=arguments.heads, **drawn), of, arguments.queries)
     if not arguments.drawn_only:
         yield DEMO, caught_calls(arguments.queries, device)
 
