@@ -8,6 +8,7 @@ poisoned memory, and is compared with plain torch.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +24,10 @@ log = logging.getLogger("vc_attention")
 OUTPUT_LIMIT = 5e-3
 CODE_LIMIT = 1e-3  # share of q8 and k8 that may be one code off: rounding ties, at most 6e-5 measured
 SCALE_LIMIT = 2e-3  # q_scale is rounded up to a half: one step of it is 1e-3
+
+HEADS, Q_TOKENS = 2, 200
+GRID = (5, 25, 33)
+TOKENS = math.prod(GRID)  # 33 tiles, the last one short
 
 _verdicts: dict[tuple[int, str, str, str], str | None] = {}
 
@@ -66,8 +71,8 @@ def self_test(device, dtype, mode: str = EIGHT_BIT, probabilities: str | None = 
         torch.device("cpu"),
         torch.cuda.device(device),
     ):
-        q, k, v = clustered_qkv((5, 25, 33), heads=2, dtype=dtype, device=device)  # 33 tiles, the last one short
-        q = q[:, :, :200]
+        q, k, v = clustered_qkv(GRID, heads=HEADS, dtype=dtype, device=device)
+        q = q[:, :, :Q_TOKENS]
         arguments = {"scale": 0.04}  # low: a fifth of the rows take their first maximum lower (attend/hopper.py)
         if uses_grouping(mode):
             arguments["permutation"], _ = group_cuda(v, None, CLUSTERS, ITERATIONS)
@@ -90,6 +95,7 @@ class _Kernels(NamedTuple):
 
 def _kernels(mode: str, probabilities: str) -> _Kernels:
     from .attend import cuda, hopper, precise, precise_cuda
+    from .attend.tile_schedule import split
     from .quantize import cuda as prepare_cuda
     from .quantize.hopper import hopper_operands
     from .quantize.precise import precise_operands
@@ -97,7 +103,9 @@ def _kernels(mode: str, probabilities: str) -> _Kernels:
     if mode == PRECISE:
         attend = precise_cuda.attend_precise_cuda, precise.attend_precise
         return _Kernels(prepare_cuda.prepare_precise, precise_operands, *attend)
-    attend = (partial(run, probabilities=probabilities) for run in (cuda.attend_cuda, hopper.attend_hopper))
+    # Keys of the second head in two parts, the border in the middle of a group of means.
+    switches = {"probabilities": probabilities, "schedule": split(HEADS, Q_TOKENS, TOKENS, 1, 20)}
+    attend = (partial(run, **switches) for run in (cuda.attend_cuda, hopper.attend_hopper))
     return _Kernels(prepare_cuda.prepare, hopper_operands, *attend)
 
 

@@ -5,16 +5,20 @@ tensor cores make with fewer bits are float32 here, so outputs agree to about 3e
 
 What differs from the general reference (attend/reference.py): the maximum is stale. Codes are made against the old
 one, which stands at code 114, and a warp raises it only when a code passes 126; the first of a long row mostly stands
-lower, so that it may grow. The output is kept in half, divided by a power of two of the row sum.
+lower, so that it may grow. The output is kept in half, divided by a power of two of the row sum. Rows whose keys are
+split (attend/tile_schedule.py) have a maximum in each part; their parts are weighed in float32.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..group.blocks import BLOCK
 from ..quantize.hopper import HEAD_DIM, MEANS_GROUP, HopperOperands, decoded_means, decoded_values
+from .tile_schedule import CLUSTER, TileSchedule
 
 MAX_CODE = 114
 LAST_CODE = 126  # E4M3 448; 127 would be NaN
@@ -28,22 +32,67 @@ TINY = 2.0**-126
 
 
 def attend_hopper(
-    operands: HopperOperands, q_tokens: int, *, means: bool = True, probabilities: str = "expcast"
+    operands: HopperOperands,
+    q_tokens: int,
+    *,
+    means: bool = True,
+    probabilities: str = "expcast",
+    schedule: TileSchedule | None = None,
 ) -> Tensor:
     """Attention of the operands: float32 [BH, q_tokens, 128].
 
     Args:
         means: False leaves the block means out.
         probabilities: "expcast" (the code is the E4M3 byte) or "exp2" (exponential of the unrounded code, cast).
+        schedule: which query rows have their keys split; None: none.
     """
-    return _Rows(operands, q_tokens, FIRST_CODE[probabilities]).run(means)[:, :q_tokens]
+
+    def over(tiles: range) -> _Part:
+        return _Rows(operands, q_tokens, FIRST_CODE[probabilities], tiles).run(means)
+
+    tiles = operands.k8.shape[1] // BLOCK
+    out = over(range(tiles)).out
+    if schedule is not None and schedule.split_pairs:
+        starts = range(0, tiles, schedule.part_tiles)
+        parts = [over(range(tiles)[start : start + schedule.part_tiles]) for start in starts]
+        out = torch.where(_split_rows(schedule, out), _combine(parts, operands.q_scale), out)
+    return (out * operands.v_scale[:, None])[:, :q_tokens]
+
+
+class _Part(NamedTuple):
+    """What the keys of a run of tiles give.
+
+    Attributes:
+        out: [BH, rows, 128] in units of v_scale.
+        row_sum: [BH, rows], of the probabilities, in units of 2^(-offset * q_scale / 8).
+        offset: [BH, rows].
+    """
+
+    out: Tensor
+    row_sum: Tensor
+    offset: Tensor
+
+
+def _combine(parts: list[_Part], q_scale: Tensor) -> Tensor:
+    out, row_sum, offset = (torch.stack(field) for field in zip(*parts, strict=True))
+    weights = row_sum * torch.exp2((offset.amin(0) - offset) * q_scale * 0.125)
+    return (out.half().float() * weights[..., None]).sum(0) / weights.sum(0)[..., None]
+
+
+def _split_rows(schedule: TileSchedule, out: Tensor) -> Tensor:
+    """[BH, rows, 1]: whether a row belongs to a split pair of query tiles."""
+    heads, rows, _ = out.shape
+    pair_of_head = torch.arange(rows, device=out.device) // (BLOCK * CLUSTER)
+    pair = torch.arange(heads, device=out.device)[:, None] * schedule.q_tile_pairs + pair_of_head
+    return (pair >= schedule.whole_pairs)[..., None]
 
 
 class _Rows:
-    """The recurrence over key tiles for all query rows of all heads."""
+    """The recurrence over a run of key tiles for all query rows of all heads."""
 
-    def __init__(self, operands: HopperOperands, q_tokens: int, first_code: int):
+    def __init__(self, operands: HopperOperands, q_tokens: int, first_code: int, tiles: range):
         self.operands = operands
+        self.tiles = tiles  # begins at a multiple of four
         self.first_code = first_code  # codes below count from it
         heads, rows = operands.q_scale.shape
         device = operands.q8.device
@@ -57,27 +106,27 @@ class _Rows:
         self.factor = torch.ones_like(self.scale)
         self.residual = torch.zeros(heads, rows, HEAD_DIM, dtype=torch.float32, device=device)
         self.open_sums = torch.zeros(heads, rows, 4, dtype=torch.float32, device=device)
-        self.sums: list[Tensor] = []  # half values, of the tiles since the last flush
         self.row_sum = torch.zeros_like(self.scale)
+        # Half values, of the tiles since the last flush; what a run leaves out of its first group of means counts as 0.
+        self.sums = [torch.zeros_like(self.scale)] * (tiles.start % MEANS_GROUP)
         self.out = torch.zeros_like(self.residual)
         self.out_factor = torch.ones_like(self.row_sum)
 
-    def run(self, means: bool) -> Tensor:
-        tiles = self.operands.k8.shape[1] // BLOCK
+    def run(self, means: bool) -> _Part:
         values = decoded_values(self.operands)
         mean_groups = decoded_means(self.operands).unflatten(1, (-1, MEANS_GROUP)) if means else None
-        for tile in range(tiles):
+        for tile in self.tiles:
             probabilities = self._probabilities(tile)
-            if tile % 4 == 0 and tile:
+            if tile % 4 == 0 and tile > self.tiles.start:
                 self._collect_sums()
             self._scale_accumulated()
-            if tile % MEANS_GROUP == 0 and tile:
+            if tile % MEANS_GROUP == 0 and tile > self.tiles.start:
                 self._flush(mean_groups, tile // MEANS_GROUP - 1)
             self.residual += probabilities @ values[:, tile * BLOCK : (tile + 1) * BLOCK]
             self.open_sums[..., tile % 4] = probabilities.sum(-1)
         self._collect_sums()
-        self._flush(mean_groups, (tiles - 1) // MEANS_GROUP)
-        return self.out * (self.out_factor / self.row_sum)[..., None] * self.operands.v_scale[:, None]
+        self._flush(mean_groups, self.tiles[-1] // MEANS_GROUP)
+        return _Part(self.out * (self.out_factor / self.row_sum)[..., None], self.row_sum, self.offset)
 
     def _probabilities(self, tile: int) -> Tensor:
         codes = self._codes(tile)
@@ -92,7 +141,7 @@ class _Rows:
         scores = (self.q @ keys.transpose(1, 2)).div(256).floor() + PADDING_SCORE * padding
         last_code = LAST_CODE - self.first_code
         overflows = (self._convert(scores).round() > last_code).any(-1).unflatten(-1, (-1, WARP_ROWS)).any(-1)
-        if tile:
+        if tile > self.tiles.start:
             self._raise_maximum(scores.amax(-1), overflows.repeat_interleave(WARP_ROWS, 1), self.max_u)
         else:
             everywhere = torch.ones_like(self.scale, dtype=torch.bool)
@@ -101,7 +150,7 @@ class _Rows:
 
     def _room(self, scores: Tensor) -> Tensor:
         """By how much lower a row's first maximum stands: an eighth in a long row, if each eighth of keys is near."""
-        if self.operands.k8.shape[1] <= SHORT_TILES * BLOCK:
+        if len(self.tiles) <= SHORT_TILES:
             return torch.zeros_like(self.scale)
         of_eighths = scores.unflatten(-1, (-1, 8)).amax(-2)
         near = 4 * (of_eighths.amax(-1) - of_eighths.amin(-1)) <= self.max_u

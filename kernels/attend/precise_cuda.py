@@ -15,7 +15,8 @@ from ..nvrtc import Source
 from ..quantize.hopper import HEAD_DIM
 from ..quantize.precise import PreciseOperands
 from ..tensor_map import SWIZZLE_128, fits_tensor_map, tensor_map
-from .cuda import CLUSTER, THREADS, attention_grid, pointers_and_sizes, query_and_key_maps
+from .cuda import THREADS, pointers_and_sizes, query_and_key_maps
+from .tile_schedule import CLUSTER
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "attention_precise_sm90.cu"
 SHARED_BYTES = 210 * 1024  # as in the source
@@ -30,13 +31,19 @@ def attend_precise_cuda(operands: PreciseOperands, out: Tensor) -> None:
     """
     kernel = Kernel(build(out.dtype), "attention_precise_fwd_kernel", SHARED_BYTES)
     v = operands.v if fits_tensor_map(operands.v) else contiguous(operands.v)
-    launch(kernel, out.device, attention_grid(out), THREADS, _arguments(operands, v, out))
+    launch(kernel, out.device, _grid(out), THREADS, _arguments(operands, v, out))
 
 
 @cache  # two dtypes
 def build(dtype: torch.dtype) -> Source:
     """The source for probabilities, values and outputs of one dtype, bf16 or fp16."""
     return Source(SOURCE, "sm_90a", (f"-DOUT_HALF={int(dtype == torch.float16)}",))
+
+
+def _grid(out: Tensor) -> tuple[int, int, int]:
+    """Query tiles in whole clusters, and heads."""
+    batch, heads, q_tokens, _ = out.shape
+    return -(-q_tokens // (BLOCK * CLUSTER)) * CLUSTER, batch * heads, 1
 
 
 def _arguments(operands: PreciseOperands, v: Tensor, out: Tensor) -> list:

@@ -3,9 +3,10 @@
 // Semantics. Per (batch, head): out[i] = sum_t p[i,t] v[t] / sum_t e[i,t], with e[i,t] = 2^(score - reference of the row) in FP32 and
 // p its half or bfloat16, whichever v has. Keys past s_kv have probability exactly 0, query rows past s_q are never written.
 //
-// Blocks, clusters and grid: attention_tiles_sm90.cuh. What limits it is not the tensor cores but the instructions beside them, so a score costs three and a half of those: a multiply-add,
-// an exponential, an addition to the row's sum and half a conversion. There is no conversion of scores to float, because they are
-// floats (see MAGIC), and no maximum of a tile, because row sums tell when one is due (see softmax).
+// Blocks: attention_tiles_sm90.cuh. Grid: (query tiles rounded up to CLUSTER, batch * heads). What limits it is not the tensor cores
+// but the instructions beside them, so a score costs three and a half of those: a multiply-add, an exponential, an addition to the
+// row's sum and half a conversion. There is no conversion of scores to float, because they are floats (see MAGIC), and no maximum of a
+// tile, because row sums tell when one is due (see softmax).
 //
 // Requires sm_90a, 384 threads, SHARED_BYTES of dynamic shared memory, and these tensor maps (x, y, z, w), zero outside:
 //   q_map  q8  [BH, s_q, 128]    INT8  box 128 x 64,            128-byte swizzle

@@ -6,7 +6,7 @@
 // is the probability (ExpCast): p = 2^((code - 56) / 8), up to 7 %. Keys past s_kv have probability exactly 0, whatever the
 // operands hold there except NaN bytes in v8; query rows past s_q are never written.
 //
-// Blocks, clusters and grid: attention_tiles_sm90.cuh. The consumers alternate on the tensor cores.
+// Blocks: attention_tiles_sm90.cuh; what each works on: attention_schedule_sm90.cuh. The consumers alternate on the tensor cores.
 // q stays in registers: from shared memory it would be a third of the bytes that Q K^T reads, and power is what limits this kernel.
 // The room for it is the flushed output's, which lies in shared memory and is touched every GROUP tiles only.
 //
@@ -23,8 +23,6 @@
 //
 // Switches: -DMEANS=0 leaves the means out, -DEXPCAST=0 takes an exponential and a cast in place of ExpCast, -DOUT_HALF=1 writes
 // half instead of bfloat16.
-#include "attention_tiles_sm90.cuh"
-
 #ifndef MEANS
 #define MEANS 1
 #endif
@@ -34,6 +32,8 @@
 #ifndef EXPCAST
 #define EXPCAST 1
 #endif
+
+#include "attention_combine_sm90.cuh"
 
 constexpr int GROUP = 16;                 // tiles accumulated in the tensor cores between two flushes = slots of one mean product
 constexpr int CONSUMERS = 256;
@@ -107,18 +107,21 @@ struct Maps {
   const TensorMap *q, *k, *v, *means;
 };
 
-// One thread. Loads q once, then all pairs of tiles; its half of each goes to both blocks of the cluster.
-DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_tile, int bh, int tiles) {
+// One thread. Loads q once, then all pairs of tiles of the item; its half of each goes to both blocks of the cluster.
+DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, const Item& item) {
   const u32 rank = cluster_rank();
   const u16 everyone = (1 << CLUSTER) - 1;
-  load_query_tile(shared_smem + Smem::Q, maps.q, q_tile, bh, barriers.q_full());
+  const int tiles = item.tiles(), bh = item.bh;
+  load_query_tile(shared_smem + Smem::Q, maps.q, item.q_tile, bh, barriers.q_full());
 
+  const int place = item.first_tile % GROUP, groups = (place + tiles + GROUP - 1) / GROUP;
   int group = 0;
   auto load_means = [&]() {
     const int buffer = group & 1;
     mbarrier_wait(barriers.means_empty(buffer), ((group >> 1) & 1) ^ 1);
     mbarrier_expect_bytes(barriers.means_full(buffer), MEANS_BYTES);
-    tma_load_3d(shared_smem + Smem::MEAN + buffer * MEANS_BYTES, maps.means, group * GROUP, 0, bh, barriers.means_full(buffer));
+    tma_load_3d(shared_smem + Smem::MEAN + buffer * MEANS_BYTES, maps.means, item.first_tile - place + group * GROUP, 0, bh,
+                barriers.means_full(buffer));
     group++;
   };
 
@@ -126,18 +129,19 @@ DEVICE void produce(const Maps& maps, u32 shared_smem, Barriers barriers, int q_
   for (int pair = 0; pair <= tiles; pair++) {
     mbarrier_wait(barriers.empty(stage), parity);
     mbarrier_expect_bytes(barriers.full(stage), (pair < tiles ? K_BYTES : 0) + (pair > 0 ? HEAD_DIM * BLOCK_KV : 0));
-    if (pair < tiles) load_key_tile(shared_smem + Smem::K + stage * K_BYTES, maps.k, pair, bh, rank, barriers.full(stage));
+    if (pair < tiles)
+      load_key_tile(shared_smem + Smem::K + stage * K_BYTES, maps.k, item.first_tile + pair, bh, rank, barriers.full(stage));
     if (pair > 0)
       tma_load_3d_multicast(shared_smem + Smem::V + stage * V_BYTES + rank * (HEAD_DIM * BLOCK_KV / CLUSTER), maps.v,
-                            (pair - 1) * BLOCK_KV, rank * (HEAD_DIM / CLUSTER), bh, barriers.full(stage), everyone);
+                            (item.first_tile + pair - 1) * BLOCK_KV, rank * (HEAD_DIM / CLUSTER), bh, barriers.full(stage), everyone);
     // In the middle of a group: late enough that the buffer is free again, early enough for the group's end.
-    if (MEANS && pair % GROUP == GROUP / 2 && group * GROUP < tiles) load_means();
+    if (MEANS && (pair + place) % GROUP >= GROUP / 2 && group == (pair + place) / GROUP && group < groups) load_means();
     if (++stage == STAGES) {
       stage = 0;
       parity ^= 1;
     }
   }
-  if (MEANS && group * GROUP < tiles) load_means();
+  if (MEANS && group < groups) load_means();
 }
 
 // What a thread needs to turn the scores of one of its rows into codes. A score is the bits 8..23 of q8 . k8, so 256 units:
@@ -205,13 +209,14 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
                      const float* __restrict__ q_scale_gmem,  // [BH, s_q_pad]
                      const float* __restrict__ v_scale_gmem,  // [BH, 128]
                      u16* __restrict__ out_gmem,              // [B, H, s_q, 128], strides in elements, last one 1, the others even
-                     i64 out_stride_b, i64 out_stride_h, i64 out_stride_s, int s_q, int s_q_pad, int s_kv, int heads) {
+                     i64 out_stride_b, i64 out_stride_h, i64 out_stride_s, int s_q, int s_q_pad, int s_kv, int heads,
+                     const __grid_constant__ TileSchedule schedule) {
   extern __shared__ char shared[];
   char* base = first_tile(shared);
   const u32 base_smem = smem_address(base);
   const Barriers barriers{base_smem + Smem::BARRIERS};
-  const int q_tile = blockIdx.x, bh = blockIdx.y;
-  const int tiles = (s_kv + BLOCK_KV - 1) / BLOCK_KV;
+  const Item item(schedule, s_kv);
+  const int tiles = item.tiles();
 
   if (threadIdx.x == 0) barriers.init();
   fill_sum_rows(base);
@@ -221,7 +226,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
 
   if (threadIdx.x < 128) {
     registers_shrink_to<24>();
-    if (threadIdx.x == 0) produce({&q_map, &k_map, &v_map, &means_map}, base_smem, barriers, q_tile, bh, tiles);
+    if (threadIdx.x == 0) produce({&q_map, &k_map, &v_map, &means_map}, base_smem, barriers, item);
     __syncwarp();
   } else {
     registers_grow_to<240>();
@@ -235,7 +240,8 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     float out_factor[2] = {1.f, 1.f};   // of row and row + 8, as all pairs here: what was flushed is out * out_factor
     float row_sum[2] = {0.f, 0.f};      // over the tiles whose number % 4 == lane % 4
     u32 sums[4] = {0, 0, 0, 0};         // half row sums of the last GROUP tiles, newest on top: A fragment of the mean product
-    int quads = 0;                      // groups of four tiles since the last flush
+    // Groups of four tiles since the last flush. What lies before a part in its first group of means has row sums of zero.
+    int quads = item.first_tile % GROUP / STAGES;
     int group = 0;                      // of the means to be restored next
     bool residual_empty = true;
     // What was flushed: packed half, eight times four for every thread.
@@ -248,8 +254,8 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     RowCodes rows[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = first_query_row(q_tile) + 8 * r;
-      const float scale = row < s_q ? q_scale_gmem[static_cast<i64>(bh) * s_q_pad + row] : 1.f;
+      const int row = first_query_row(item.q_tile) + 8 * r;
+      const float scale = row < s_q ? q_scale_gmem[static_cast<i64>(item.bh) * s_q_pad + row] : 1.f;
       const float max_u = ceilf(MAX_CODE / scale);
       rows[r].scale = broadcast_half(scale);
       rows[r].shift = broadcast_half((MAX_CODE - max_u * scale) * (1.f / 16777216.f));
@@ -262,7 +268,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
 
     // Start values for the scores of the tile whose first key is `first_key`: issue_qk then accumulates.
     auto start_scores = [&](int first_key) {
-      const int keys = s_kv - first_key - column;
+      const int keys = item.keys - first_key - column;
 #pragma unroll
       for (int i = 0; i < 64; i++) scores[i] = 8 * (i / 4) + (i & 1) < keys ? 0u : PADDING_SCORE;
     };
@@ -415,7 +421,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     mbarrier_wait(barriers.q_full(), 0);
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-      const int row = first_query_row(q_tile) % 64 + 8 * (i & 1), byte = i / 4 * 32 + (i & 2) * 8 + 2 * column;
+      const int row = first_query_row(0) % 64 + 8 * (i & 1), byte = i / 4 * 32 + (i & 2) * 8 + 2 * column;
       const u32 tile_smem = base_smem + Smem::Q + consumer * 64 * HEAD_DIM;
       q_rmem[i] = shared_load<u32>(tile_smem + row * HEAD_DIM + ((byte / 16) ^ (row & 7)) * 16 + byte % 16);
     }
@@ -435,7 +441,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     // A step: scores of tile + 1, P V of `tile`, codes of tile + 1 over that P V. Between steps nothing is in flight.
     // A tile with padding keys is left to the code behind the loop: in here, scores that are started or not would have to stay live
     // while codes are made, 8 registers too many.
-    const int steps = max(s_kv / BLOCK_KV - 1, 0);
+    const int steps = max(item.keys / BLOCK_KV - 1, 0);
     int tile = 0, parity = 0, next_step;
     while (true) {
 #pragma unroll
@@ -556,18 +562,32 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     flush_group();
     if (consumer == 0) named_barrier_sync<CONSUMERS>(1);  // takes the turn passed last, so that the barrier ends empty
 
-    const float* v_scale = v_scale_gmem + static_cast<i64>(bh) * HEAD_DIM;
-    u16* out = out_gmem + (bh / heads) * out_stride_b + (bh % heads) * out_stride_h;
+    // Channels 8 n + column and the next one of row + 8 r, still to be multiplied by its factor.
+    auto two_outputs = [&](int n, int r) {
+      const uint4 four = shared_load<uint4>(out_smem(n / 2));
+      return n & 1 ? (r ? four.w : four.z) : (r ? four.y : four.x);
+    };
+    const Item item(schedule, s_kv);  // anew: over the loop it would cost registers
+    const float* v_scale = v_scale_gmem + static_cast<i64>(item.bh) * HEAD_DIM;
+    u16* out = out_gmem + (item.bh / heads) * out_stride_b + (item.bh % heads) * out_stride_h;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float factor = out_factor[r] / sum_over_row(row_sum[r]);
-      const int row = first_query_row(q_tile) + 8 * r;
-      if (row < s_q) {
+      const float sum = sum_over_row(row_sum[r]), factor = out_factor[r] / sum;
+      const int row = first_query_row(item.q_tile) + 8 * r;
+      if (item.part >= 0) {
+        const int part_row = item.part_row(first_query_row(0) + 8 * r);
+        u16* out_row = schedule.part_out_gmem + static_cast<i64>(part_row) * HEAD_DIM + column;
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+          const u32 pair = two_outputs(n, r);
+          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_half(half_low(pair) * factor, half_high(pair) * factor);
+        }
+        if (column == 0) schedule.part_row_gmem[part_row] = {sum, signed_low_16(rows[r].offset)};
+      } else if (row < s_q) {
         u16* out_row = out + row * out_stride_s + column;
 #pragma unroll
         for (int n = 0; n < 16; n++) {
-          const uint4 four = shared_load<uint4>(out_smem(n / 2));
-          const u32 pair = n & 1 ? (r ? four.w : four.z) : (r ? four.y : four.x);
+          const u32 pair = two_outputs(n, r);
           *reinterpret_cast<u32*>(out_row + 8 * n) =
               pack_output<OUT_HALF>(half_low(pair) * factor * v_scale[8 * n + column],
                                     half_high(pair) * factor * v_scale[8 * n + column + 1]);

@@ -1,8 +1,8 @@
 // What the two attention kernels for Hopper have in common: tiles, the ring of stages, loads, who has which rows, Q K^T.
 //
-// One block: 128 query rows of one head, all keys. Two blocks of a cluster (neighbouring query tiles) share the loads of K and V.
+// One block: 128 query rows of one head. Two blocks of a cluster (neighbouring query tiles) share the loads of K and V.
 //   warpgroup 0: producer, one thread issues TMA.  Warpgroups 1 and 2: consumers, 64 query rows each.
-// Grid: (query tiles rounded up to CLUSTER, batch * heads). Run-time sizes are scalar for a block.
+// Run-time sizes are scalar for a block.
 #pragma once
 #include "common_sm90.cuh"
 

@@ -77,6 +77,13 @@ DEVICE u32 thread_index() {
   return index;
 }
 
+// blockIdx.x, read anew at every call.
+DEVICE u32 block_index() {
+  u32 index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 DEVICE u32 cluster_rank() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -54,15 +54,20 @@ def cuda():
 def cuda_planted():
     """More query rows than ``out`` has."""
     from vc_attention.attend import cuda as host
-    from vc_attention.cuda_driver import Kernel, launch
+    from vc_attention.attend.tile_schedule import split
     from vc_attention.quantize.cuda import prepare
 
     q, k, v = inputs(200, 2300)
     out = unwritten(q)
-    arguments = host._arguments(prepare(q, k, v, scale=SCALE), out, True)
-    arguments[-4] = ctypes.c_int(256)
-    kernel = Kernel(host.build(out.dtype, True), "attention_fwd_kernel", host.SHARED_BYTES)
-    launch(kernel, out.device, host.attention_grid(out), host.THREADS, arguments)
+    pointers_and_sizes = host.pointers_and_sizes
+
+    def one_size_wrong(*arguments):
+        made = pointers_and_sizes(*arguments)
+        made[-4] = ctypes.c_int(256)
+        return made
+
+    host.pointers_and_sizes = one_size_wrong
+    host.attend_cuda(prepare(q, k, v, scale=SCALE), out, schedule=split(2, 200, 2300, 0, 0))
     torch.cuda.synchronize()
 
 

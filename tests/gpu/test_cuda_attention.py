@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from vc_attention.attend.cuda import attend_cuda
+from vc_attention.attend.cuda import attend_cuda, schedule_for
 from vc_attention.attend.hopper import attend_hopper
+from vc_attention.attend.tile_schedule import MOST_PARTS, STEP_TILES, split
 from vc_attention.quantize.hopper import KEY_ORDER, MEAN_ORDER, hopper_operands
-from vc_attention.testing import quantization_error, relative_l2
+from vc_attention.testing import exact_attention, quantization_error, relative_l2
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +61,23 @@ def emulated(operands, like, **switches):
     return attend_hopper(operands, like.shape[2], **switches).reshape(like.shape)
 
 
+def split_all(operands, like, part_tiles):
+    """The keys of all query rows in parts."""
+    batch, heads, q_tokens, _ = like.shape
+    pairs = batch * heads * -(-q_tokens // (2 * BLOCK))
+    return split(batch * heads, q_tokens, operands.kv_length, pairs, part_tiles)
+
+
+def whole_and_split(operands, like, *part_tiles):
+    """Schedules: no row's keys in parts; and every row's in parts of each of these lengths, where that makes parts."""
+    batch, heads, q_tokens, _ = like.shape
+    tiles = operands.k8.shape[1] // BLOCK
+    least = -(-tiles // (MOST_PARTS * STEP_TILES)) * STEP_TILES
+    lengths = sorted({max(length, least) for length in part_tiles})
+    whole = split(batch * heads, q_tokens, operands.kv_length, 0, 0)
+    return [whole, *(split_all(operands, like, length) for length in lengths if length < tiles)]
+
+
 def with_margin(batch, heads, q_tokens, dtype):
     """Memory [B, S + 3, H * D + 64], all NaN, and the view of it that attention writes."""
     memory = torch.full((batch, q_tokens + 3, heads * D + 64), float("nan"), device=DEVICE, dtype=dtype)
@@ -97,15 +115,16 @@ def test_kernel_is_its_emulation_and_near_exact_attention(tokens):
     q, k, v = inputs(batch, heads, q_tokens, tokens, dtype, seed=tokens)
     operands = operands_of(q, k, v, random_order(batch, heads, tokens) if tokens % 3 else None)
     memory, out = with_margin(batch, heads, q_tokens, dtype)
-    attend_cuda(operands, out)
-    clean = out.clone()
-    assert clean.isfinite().all(), "not every element was written"
-    memory[:, :q_tokens, : heads * D] = float("nan")
-    assert memory.isnan().all(), "written outside of the output"
-    assert relative_l2(clean, emulated(operands, clean)) < EMULATION_LIMIT[dtype]
-    assert quantization_error(clean, q, k, v) < EXACT_LIMIT
-    attend_cuda(with_garbage(operands, q_tokens), out)
-    assert torch.equal(out, clean), "garbage in the padding changed the output"
+    for schedule in whole_and_split(operands, q, 4):
+        attend_cuda(operands, out, schedule=schedule)
+        clean = out.clone()
+        assert clean.isfinite().all(), "not every element was written"
+        memory[:, :q_tokens, : heads * D] = float("nan")
+        assert memory.isnan().all(), "written outside of the output"
+        assert relative_l2(clean, emulated(operands, clean, schedule=schedule)) < EMULATION_LIMIT[dtype]
+        assert quantization_error(clean, q, k, v) < EXACT_LIMIT
+        attend_cuda(with_garbage(operands, q_tokens), out, schedule=schedule)
+        assert torch.equal(out, clean), "garbage in the padding changed the output"
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -113,9 +132,10 @@ def test_every_place_of_the_last_tile_among_the_quads_and_groups(tiles):
     for short in (0, 37):  # a whole last tile; one with padding keys
         q, k, v = inputs(1, 2, 128, tiles * BLOCK - short, seed=tiles)
         operands = operands_of(q, k, v)
-        out = ran(operands, q)
-        assert relative_l2(out, emulated(operands, out)) < EMULATION_LIMIT[q.dtype]
-        assert quantization_error(out, q, k, v) < EXACT_LIMIT
+        for schedule in whole_and_split(operands, q, 4, 4 * (1 + tiles % 6)):
+            out = ran(operands, q, schedule=schedule)
+            assert relative_l2(out, emulated(operands, out, schedule=schedule)) < EMULATION_LIMIT[q.dtype]
+            assert quantization_error(out, q, k, v) < EXACT_LIMIT
 
 
 # Inputs made to hurt
@@ -178,8 +198,10 @@ def test_adversarial_scores(name, probabilities):
     q, k, v = inputs(1, 2, 300, LONG)
     ADVERSARIAL[name](q, k)
     operands = operands_of(q, k, v)  # in sequence order, so that tiles stay tiles
-    out = ran(operands, q, probabilities=probabilities)
-    assert relative_l2(out, emulated(operands, out, probabilities=probabilities)) < ADVERSARIAL_LIMIT
+    for schedule in whole_and_split(operands, q, 4, 20):
+        switches = {"probabilities": probabilities, "schedule": schedule}
+        out = ran(operands, q, **switches)
+        assert relative_l2(out, emulated(operands, out, **switches)) < ADVERSARIAL_LIMIT, schedule
 
 
 VALUES = {
@@ -195,13 +217,15 @@ VALUES = {
 }
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", list(VALUES))
-def test_value_extremes(name):
+def test_value_extremes(name, parts):
     q, k, v = inputs(1, 2, 130, 1000)
     v = VALUES[name](v).to(q.dtype)
     operands = operands_of(q, k, v)
-    out = ran(operands, q)
-    expected = emulated(operands, out)
+    schedule = whole_and_split(operands, q, 4)[parts - 1]
+    out = ran(operands, q, schedule=schedule)
+    expected = emulated(operands, out, schedule=schedule)
     assert out.isfinite().all()
     if name == "constant":
         assert torch.equal(out, v[:, :, :1].expand_as(out))  # the weights of the means add up to one
@@ -240,18 +264,22 @@ def test_raw_operands_over_the_whole_int8_range(pattern, q_scale):
         k8[:] = rows_of_k.round().to(torch.int8)[None, :, None]
     k8[:, tokens:] = 0
     operands = dataclasses.replace(base, q8=q8, k8=k8, q_scale=raw_scale(q_scale, rows))
-    out = torch.full((1, 2, rows, D), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-    attend_cuda(operands, out)
-    assert relative_l2(out, emulated(operands, out)) < EMULATION_LIMIT[out.dtype]
+    out = torch.empty(1, 2, rows, D, device=DEVICE, dtype=torch.bfloat16)
+    for schedule in whole_and_split(operands, out, 8):
+        out.fill_(float("nan"))
+        attend_cuda(operands, out, schedule=schedule)
+        assert relative_l2(out, emulated(operands, out, schedule=schedule)) < EMULATION_LIMIT[out.dtype], schedule
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_means(dtype):
     q, k, v = inputs(1, 2, 257, 2500, dtype)
     operands = operands_of(q, k, v, demean=False)
-    out = ran(operands, q, means=False)
-    assert relative_l2(out, emulated(operands, out, means=False)) < WITHOUT_MEANS_LIMIT
-    assert quantization_error(out, q, k, v) < EXACT_LIMIT
+    for schedule in whole_and_split(operands, q, 8):
+        switches = {"means": False, "schedule": schedule}
+        out = ran(operands, q, **switches)
+        assert relative_l2(out, emulated(operands, out, **switches)) < WITHOUT_MEANS_LIMIT
+        assert quantization_error(out, q, k, v) < EXACT_LIMIT
 
 
 @pytest.mark.parametrize("means", [True, False])
@@ -259,11 +287,12 @@ def test_without_means(dtype):
 def test_exponential_and_cast_in_place_of_expcast(tokens, means):
     q, k, v = inputs(1, 2, 257, tokens, DTYPES[tokens % 2])
     operands = operands_of(q, k, v, demean=means)
-    switches = {"means": means, "probabilities": "exp2"}
-    out = ran(operands, q, **switches)
     limit = EMULATION_LIMIT[q.dtype] if means else WITHOUT_MEANS_LIMIT
-    assert relative_l2(out, emulated(operands, out, **switches)) < limit
-    assert quantization_error(out, q, k, v) < EXACT_LIMIT
+    for schedule in whole_and_split(operands, q, 12):
+        switches = {"means": means, "probabilities": "exp2", "schedule": schedule}
+        out = ran(operands, q, **switches)
+        assert relative_l2(out, emulated(operands, out, **switches)) < limit
+        assert quantization_error(out, q, k, v) < EXACT_LIMIT
 
 
 def test_exponential_and_cast_are_nearer_to_the_exponential():
@@ -274,19 +303,74 @@ def test_exponential_and_cast_are_nearer_to_the_exponential():
     assert errors["exp2"] < 0.95 * errors["expcast"]  # 0.85 to 0.89 by the emulation
 
 
-def test_a_head_alone_gives_the_bits_it_gives_in_a_batch():
-    q, k, v = inputs(2, 3, 300, 700)
-    out = ran(operands_of(q, k, v), q)
-    alone = ran(operands_of(q[1:, 2:], k[1:, 2:], v[1:, 2:]), q[1:, 2:])
-    assert torch.equal(alone, out[1:, 2:])
+# Split keys
+
+
+def test_a_head_alone_gives_the_bits_it_gives_in_a_batch_if_its_keys_are_split_alike():
+    q, k, v = inputs(2, 3, 300, 2300)
+    operands, alone = operands_of(q, k, v), operands_of(q[1:, 2:], k[1:, 2:], v[1:, 2:])
+    for in_batch, of_one in zip(
+        *(whole_and_split(*x, 4, 12) for x in ((operands, q), (alone, q[1:, 2:]))), strict=True
+    ):
+        out = ran(operands, q, schedule=in_batch)
+        assert torch.equal(ran(alone, q[1:, 2:], schedule=of_one), out[1:, 2:])
+
+
+@pytest.mark.parametrize("probabilities", ["expcast", "exp2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_whose_keys_are_not_split_keep_their_bits_and_the_others_their_error(dtype, probabilities):
+    q, k, v = inputs(2, 2, 600, 6100, dtype)
+    operands = operands_of(q, k, v)
+    whole = split(4, 600, 6100, 0, 0)
+    one = ran(operands, q, probabilities=probabilities, schedule=whole)
+    exact = exact_attention(q, k, v)
+    pair = 3 * torch.arange(4).view(2, 2, 1) + torch.arange(600) // 256
+    for split_pairs, part_tiles in ((1, 24), (4, 20), (7, 4), (12, 36)):
+        schedule = split(4, 600, 6100, split_pairs, part_tiles)
+        out = ran(operands, q, probabilities=probabilities, schedule=schedule)
+        rows = (pair >= 12 - split_pairs).to(DEVICE)
+        assert out.isfinite().all()
+        assert torch.equal(out[~rows], one[~rows])
+        assert not torch.equal(out[rows], one[rows])
+        error, of_whole = (relative_l2(x[rows], exact[rows]) for x in (out, one))
+        assert error < 1.03 * of_whole, schedule  # measured at most 1.003
+
+
+def test_a_call_splits_the_keys_of_its_last_round():
+    q, k, v = inputs(1, 5, 4196, 4196)
+    operands = operands_of(q, k, v)
+    schedule = schedule_for(operands, q)
+    clusters = torch.cuda.get_device_properties(DEVICE).multi_processor_count // 2
+    assert schedule.split_pairs == 5 * 17 % clusters > 0
+    out = ran(operands, q)
+    assert torch.equal(out, ran(operands, q, schedule=schedule))
+    assert relative_l2(out, emulated(operands, out, schedule=schedule)) < EMULATION_LIMIT[q.dtype]
+
+
+def test_calls_on_two_streams_do_not_share_their_parts():
+    q, k, v = inputs(1, 1, 2000, 4196)
+    both = [operands_of(q, k, v), operands_of(*inputs(1, 1, 2000, 4196, seed=5))]
+    schedules = [split_all(operands, q, 4) for operands in both]
+    expected = [ran(operands, q, schedule=schedule) for operands, schedule in zip(both, schedules, strict=True)]
+    streams = [torch.cuda.Stream() for _ in both]
+    outs = [[unwritten(q) for _ in range(10)] for _ in both]
+    torch.cuda.synchronize()
+    for turn in range(10):
+        for operands, schedule, stream, out in zip(both, schedules, streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                attend_cuda(operands, out[turn], schedule=schedule)
+    torch.cuda.synchronize()
+    for of_stream, wanted in zip(outs, expected, strict=True):
+        assert all(torch.equal(out, wanted) for out in of_stream)
 
 
 # Launches
 
 
 def test_repeats_streams_and_graphs_give_the_same_bits():
-    q, k, v = inputs(1, 6, 4196, 4196)
+    q, k, v = inputs(1, 5, 4196, 4196)
     operands = operands_of(q, k, v)
+    assert schedule_for(operands, q).split_pairs, "both kernels must run"
     out = unwritten(q)
     attend_cuda(operands, out)
     first = out.clone()
@@ -313,7 +397,7 @@ def test_repeats_streams_and_graphs_give_the_same_bits():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, first)
-    other = operands_of(*inputs(1, 6, 4196, 4196, seed=5))
+    other = operands_of(*inputs(1, 5, 4196, 4196, seed=5))
     expected = ran(other, q)
     for name in FIELDS:
         getattr(operands, name).copy_(getattr(other, name))
@@ -339,10 +423,14 @@ def test_offsets_beyond_two_to_the_31():
     )
     memory = torch.full((2**31 + 2**24,), float("nan"), device=DEVICE, dtype=torch.bfloat16)
     out = memory.as_strided((2, 128, 130, D), (2**31, D, 128 * D, 1))
-    attend_cuda(operands, out)
-    for head in (0, 127, 128, 255):
+    sizes = 130, operands.kv_length
+    attend_cuda(operands, out, schedule=split(heads, *sizes, split_pairs=64, part_tiles=300))
+    for head, schedule in (
+        *((head, split(1, *sizes, 0, 0)) for head in (0, 127, 128, 191)),
+        *((head, split(1, *sizes, 1, 300)) for head in (192, 255)),
+    ):
         alone = dataclasses.replace(operands, **{name: getattr(operands, name)[head : head + 1] for name in FIELDS})
         expected = torch.full((1, 1, 130, D), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-        attend_cuda(alone, expected)
+        attend_cuda(alone, expected, schedule=schedule)
         assert expected.isfinite().all()
         assert torch.equal(out[head // 128, head % 128], expected[0, 0]), f"head {head}"

@@ -1,9 +1,11 @@
 """The Hopper kernels' specification against dumb loops and exact attention; their host code; who is served."""
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vc_attention import attention, group_values, kernel_arguments, ops, support
 from vc_attention.attend import api, run_cuda, run_triton8
+from vc_attention.attend import cuda as attend_host
 from vc_attention.attend import finite as finite_host
 from vc_attention.attend.hopper import attend_hopper
 from vc_attention.attend.settings import resolve
+from vc_attention.attend.tile_schedule import TileSchedule, split
 from vc_attention.dispatch import IMPLEMENTATIONS
 from vc_attention.errors import InvalidArgument, KernelUnavailable, UnsupportedCall
 from vc_attention.group import cuda as group_host
@@ -306,6 +310,40 @@ def test_recurrence_is_the_loop(q_tokens, tokens, change):
     assert relative_l2(attend_hopper(operands, q_tokens)[0], expected) < 1.5e-3
 
 
+@pytest.mark.parametrize("probabilities", ["expcast", "exp2"])
+@pytest.mark.parametrize("part_tiles", [4, 8, 16, 20])  # borders in groups of means, at their ends, both
+def test_rows_whose_keys_are_split_are_as_near_to_exact_attention(part_tiles, probabilities):
+    q, k, v = inputs(300, 2900, heads=2)
+    operands = hopper_operands(q, k, v, scale=SCALE)
+    whole = attend_hopper(operands, 300, probabilities=probabilities)
+    schedule = split(2, 300, 2900, split_pairs=1, part_tiles=part_tiles)
+    out = attend_hopper(operands, 300, probabilities=probabilities, schedule=schedule)
+    assert torch.equal(out[0], whole[0])
+    assert torch.equal(out[1, :256], whole[1, :256])
+    assert not torch.equal(out[1, 256:], whole[1, 256:])
+    rows = q[:, 1:, 256:], k[:, 1:], v[:, 1:]
+    error, of_whole = (quantization_error(x[None, 1:, 256:], *rows) for x in (out, whole))
+    assert error < 1.03 * of_whole
+
+
+def test_parts_far_below_the_others_weigh_nothing_and_one_far_above_everything():
+    q, k, v = inputs(16, 1536)
+    q[..., 0] = 4.0
+    k[:, :, 512:1024, 0] = 500.0
+    operands = hopper_operands(q, k, v, scale=SCALE)
+    out = attend_hopper(operands, 16, schedule=split(1, 16, 1536, split_pairs=1, part_tiles=4))
+    whole = attend_hopper(operands, 16)
+    assert relative_l2(out, whole) < 2e-3
+
+
+def test_constant_values_come_out_exactly_of_split_rows():
+    q, k, v = inputs(16, 1536)
+    v[:] = 1.7
+    schedule = split(1, 16, 1536, split_pairs=1, part_tiles=4)
+    out = attend_hopper(hopper_operands(q, k, v, scale=SCALE), 16, schedule=schedule)
+    assert torch.equal(out.to(v.dtype), v[0, :, :1].expand(1, 16, D))
+
+
 def cast_exponential(code):
     return torch.tensor(2.0 ** ((code - 56) / 8)).to(torch.float8_e4m3fn).item()
 
@@ -580,6 +618,65 @@ def test_grouping_takes_centroids_from_anywhere(launches):
     assert start.data_ptr() % 16
     group_host.group_cuda(v, start, 8, 0)
     assert launches[0][3].previous % 16 == 0
+
+
+@pytest.fixture
+def attention_launches(monkeypatch):
+    """Launches of the attention kernel on a card with 132 multiprocessors, which do nothing; maps are their tensors."""
+    made = []
+    card = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(attend_host, "launch_all", lambda device, launches: made.extend(launches))
+    monkeypatch.setattr(attend_host, "tensor_map", lambda tensor, *_: tensor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    return made
+
+
+def test_attention_is_one_launch_where_no_row_is_split(attention_launches):
+    q, k, v = inputs(300, 500, heads=3, batch=2)
+    operands = hopper_operands(q, k, v, scale=SCALE)
+    out = torch.empty(2, 300, 3, D, dtype=q.dtype).transpose(1, 2)
+    attend_host.attend_cuda(operands, out)
+    (launch,) = attention_launches
+    assert launch.kernel.name == "attention_fwd_kernel"
+    assert (launch.grid, launch.threads, launch.joins) == ((2 * 2 * 6, 1, 1), 384, False)
+    maps, rest = launch.arguments[:4], launch.arguments[4:]
+    assert all(x is y for x, y in zip(maps, (operands.q8, operands.k8, operands.v8, operands.means), strict=True))
+    addresses = [x.data_ptr() for x in (operands.q_scale, operands.v_scale, out)]
+    assert [x.value for x in rest[:-1]] == [*addresses, 300 * 3 * D, D, 3 * D, 300, 384, 500, 3]
+    sizes = [type(x) for x in rest[:-1]]
+    assert sizes == [ctypes.c_uint64] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 4
+    assert [getattr(rest[-1], name) for name, _ in rest[-1]._fields_] == [2, 12, 0, 0, None, None]
+
+
+def test_parts_of_split_rows_are_combined_by_a_second_launch(attention_launches):
+    q, k, v = inputs(300, 4200, heads=3)
+    operands = hopper_operands(q, k, v, scale=SCALE)
+    attend_host.attend_cuda(operands, torch.empty_like(q), schedule=split(3, 300, 4200, split_pairs=4, part_tiles=12))
+    attend, combine = attention_launches
+    assert [launch.kernel.name for launch in attention_launches] == ["attention_fwd_kernel", "attention_combine_kernel"]
+    assert attend.kernel.source == combine.kernel.source
+    assert (attend.grid, attend.joins) == ((2 * (2 + 4 * 3), 1, 1), False)
+    assert (combine.grid, combine.threads, combine.joins) == ((4 * 256 // 4, 1, 1), 128, True)
+    assert combine.arguments == attend.arguments[4:]  # the same objects
+    schedule = combine.arguments[-1]
+    assert [getattr(schedule, name) for name, _ in schedule._fields_[:4]] == [2, 2, 4, 12]
+    assert schedule.part_row_gmem - schedule.part_out_gmem == 4 * 3 * 256 * D * 2  # behind the half outputs
+    assert schedule.part_out_gmem % 16 == 0
+
+
+def test_scratch_of_split_rows_belongs_to_one_call():
+    schedule = split(3, 300, 4200, split_pairs=4, part_tiles=12)
+    first, second = (attend_host._parts(schedule, torch.device("cpu")) for _ in range(2))
+    assert first.addresses["part_out_gmem"] != second.addresses["part_out_gmem"]
+    assert first._memory.numel() == 4 * 3 * 256 * (D * 2 + 8)
+    assert attend_host._parts(TileSchedule(2, 6), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("heads", "batch", "split_pairs"), [(12, 1, 18), (6, 2, 18), (11, 1, 22)])
+def test_the_schedule_counts_all_heads_and_the_clusters_of_the_card(heads, batch, split_pairs, attention_launches):
+    out = shaped(batch, heads, 32768)
+    operands = types.SimpleNamespace(kv_length=32768)
+    assert attend_host.schedule_for(operands, out).split_pairs == split_pairs  # of the last round on 66 clusters
 
 
 # Who is served
