@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .nvfp4 import encode_scales, exp2, load_scales, log2, pack_e2m1, scaled_product
+from .rows import Rows, rows_at
 
 BLOCK = tl.constexpr(128)
 LOG2_6 = tl.constexpr(2.584962500721156)
@@ -31,7 +32,6 @@ SMALLEST_SCALE = tl.constexpr(2.0**-9)  # of UE4M3, above 0
 ONES = tl.constexpr(0x22)  # E2M1 1.0, twice
 SCALE_ONE = tl.constexpr(0x38)  # UE4M3 1.0
 SUM_COLUMNS = tl.constexpr(16)
-WORD = tl.constexpr(8)
 
 
 @triton.jit
@@ -156,8 +156,8 @@ def attention4_fwd_kernel(
     if not MEANS:
         b_sum = tl.max(b_sums, axis=1)
     b_out = b_out / b_sum[:, None] * tl.load(p_v_scale + i_head * D + o_channel)[None, :]
-    row_words = i_head // heads * out_b + i_head % heads * out_h + o_row.to(tl.int64) * out_s
-    p_rows = p_out + (row_words * WORD)[:, None] + o_channel[None, :]
+    out = Rows(p_out, heads, q_tokens, out_b, out_h, out_s)
+    p_rows = rows_at(out, i_head, o_row)[:, None] + o_channel[None, :]
     m_rows = o_row[:, None] < q_tokens
     if OWN:
         share = TOP * exp2((tl.load(p_seen + q_row) - b_max) * score_scale, EMULATE) / b_sum

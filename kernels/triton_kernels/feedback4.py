@@ -6,7 +6,8 @@ Two kernels: the first takes a block of 128 rows of a head, the second a head.
 import triton
 import triton.language as tl
 
-from .prepare4 import BLOCK, GROUP, load_rows, product, rotated
+from .prepare4 import BLOCK, GROUP, product, rotated
+from .rows import Rows, load_rows
 
 MOST_WEIGHT = tl.constexpr(60000.0)  # half ends at 65504
 
@@ -31,7 +32,7 @@ def covariance_kernel(
     i_head, i_sample = tl.program_id(0) // samples, tl.program_id(0) % samples
     token = i_sample * step * BLOCK + tl.arange(0, BLOCK)
     mask = token < tokens
-    rows = load_rows(p_x, i_head, token, mask, heads, stride_b, stride_h, stride_s, D)
+    rows = load_rows(Rows(p_x, heads, tokens, stride_b, stride_h, stride_s), i_head, token, mask, D)
     turned = rotated(rows, factor, D, EMULATE) * (1.0 / tl.load(p_scale + i_head))
     mean = tl.sum(turned, axis=0) / tl.minimum(tokens, BLOCK).to(tl.float32)
     turned = tl.where(mask[:, None], turned - mean[None, :], 0.0)

@@ -9,19 +9,10 @@ import triton.language as tl
 
 from .common import round_to
 from .nvfp4 import decode_ue4m3, exp2, log2
-from .prepare4 import load_rows, part_of_block, product, rotated
+from .prepare4 import BLOCK, part_of_block, product, rotated
+from .rows import Rows, load_columns, load_rows, rows_at
 
-BLOCK = tl.constexpr(128)
-WORD = tl.constexpr(8)
 CHANNELS = tl.constexpr(64)
-
-
-@triton.jit
-def load_columns(p_x, i_head, token, mask, heads, stride_b, stride_h, stride_s, D: tl.constexpr):
-    """[D, rows] of x [B, H, S, D]: what ``load_rows`` loads, transposed on the way to the tensor cores."""
-    start = i_head // heads * stride_b + i_head % heads * stride_h
-    p_column = p_x + (start + token.to(tl.int64) * stride_s) * WORD
-    return tl.load(p_column[None, :] + tl.arange(0, D)[:, None], mask=mask[None, :], other=0.0)
 
 
 @triton.jit
@@ -91,6 +82,10 @@ def own_block4_fwd_kernel(
 ):
     tl.static_assert(2 * ROWS == BLOCK)
     i_head, i_block, i_part = part_of_block(blocks, ROWS)
+    q = Rows(p_q, heads, tokens, q_b, q_h, q_s)
+    k = Rows(p_k, heads, tokens, k_b, k_h, k_s)
+    v = Rows(p_v, heads, tokens, v_b, v_h, v_s)
+    out = Rows(p_out, heads, tokens, out_b, out_h, out_s)
     o_row = tl.arange(0, ROWS)
     o_channel = tl.arange(0, D)
     first = i_block * BLOCK
@@ -100,17 +95,17 @@ def own_block4_fwd_kernel(
     place = i_head.to(tl.int64) * blocks + i_block
     packed_row = place * BLOCK + i_part * ROWS
 
-    b_k = load_rows(p_k, i_head, row, m_row, heads, k_b, k_h, k_s, D)
+    b_k = load_rows(k, i_head, row, m_row, D)
     b_own = own_key_scores(
         p_codes + packed_row * (D // 2), p_scales + packed_row * (D // 16), tl.load(p_q_scale + i_head),
         p_q_means + place * D, b_k, tl.load(p_key_mean + i_head * D + o_channel), D, EMULATE,
     )  # fmt: skip
 
     octaves = tl.load(p_octaves + i_head)
-    b_q = load_rows(p_q, i_head, row, m_row, heads, q_b, q_h, q_s, D)
-    b_k = load_columns(p_k, i_head, row, m_row, heads, k_b, k_h, k_s, D)
+    b_q = load_rows(q, i_head, row, m_row, D)
+    b_k = load_columns(k, i_head, row, m_row, D)
     b_near = product(b_q, b_k, tl.zeros([ROWS, ROWS], tl.float32), EMULATE)
-    b_k = load_columns(p_k, i_head, other, m_other, heads, k_b, k_h, k_s, D)
+    b_k = load_columns(k, i_head, other, m_other, D)
     b_far = product(b_q, b_k, tl.zeros([ROWS, ROWS], tl.float32), EMULATE)
     b_diagonal = tl.sum(tl.where(o_row[:, None] == o_row[None, :], b_near, 0.0), axis=1)
     b_near = tl.where(m_row[None, :], (b_near - b_diagonal[:, None]) * (octaves * sign), -float("inf"))
@@ -124,12 +119,11 @@ def own_block4_fwd_kernel(
 
     b_near = round_to(b_near, p_v.dtype.element_ty, EMULATE)
     b_far = round_to(b_far, p_v.dtype.element_ty, EMULATE)
-    row_words = i_head // heads * out_b + i_head % heads * out_h + row.to(tl.int64) * out_s
+    p_row = rows_at(out, i_head, row)
     for FIRST in tl.static_range(0, D, CHANNELS):
-        b_v = load_rows(p_v + FIRST, i_head, row, m_row, heads, v_b, v_h, v_s, CHANNELS)
+        b_v = load_rows(v, i_head, row, m_row, CHANNELS, FIRST)
         b_out = product(b_near, b_v, tl.zeros([ROWS, CHANNELS], tl.float32), EMULATE)
-        b_v = load_rows(p_v + FIRST, i_head, other, m_other, heads, v_b, v_h, v_s, CHANNELS)
+        b_v = load_rows(v, i_head, other, m_other, CHANNELS, FIRST)
         b_out = product(b_far, b_v, b_out, EMULATE) / b_sum[:, None]
-        p_row = p_out + FIRST + row_words * WORD
         b_out = round_to(b_out, p_out.dtype.element_ty, EMULATE)
-        tl.store(p_row[:, None] + tl.arange(0, CHANNELS)[None, :], b_out, mask=m_row[:, None])
+        tl.store(p_row[:, None] + (FIRST + tl.arange(0, CHANNELS))[None, :], b_out, mask=m_row[:, None])

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from .nvfp4 import round_groups
+from .rows import Rows, load_rows
 
 BLOCK = tl.constexpr(128)
 GROUP = tl.constexpr(16)
-WORD = tl.constexpr(8)  # strides are in words of 8 elements, so that Triton sees that rows are 16-byte aligned
 
 
 @triton.jit
@@ -46,14 +46,6 @@ def gathered(p_permutation, i_head, token, mask, tokens, PERMUTED: tl.constexpr)
         return tl.load(p_permutation + i_head.to(tl.int64) * tokens + token, mask=mask, other=0)
     else:
         return token
-
-
-@triton.jit
-def load_rows(p_x, i_head, token, mask, heads, stride_b, stride_h, stride_s, D: tl.constexpr):
-    """[rows, D] of x [B, H, S, D] in its own dtype; rows outside the mask are zero."""
-    start = i_head // heads * stride_b + i_head % heads * stride_h
-    p_row = p_x + (start + token.to(tl.int64) * stride_s) * WORD
-    return tl.load(p_row[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0)
 
 
 @triton.jit
@@ -106,25 +98,20 @@ def part_of_block(blocks, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_queries(
-    p_q, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D: tl.constexpr, ROWS: tl.constexpr = BLOCK
-):
+def load_queries(q, i_head, first, D: tl.constexpr, ROWS: tl.constexpr = BLOCK):
     """Rows of q from ``first`` on, [ROWS, D], and which of its rows are real."""
     token = first + tl.arange(0, ROWS)
-    mask = token < tokens
-    return load_rows(p_q, i_head, token, mask, heads, stride_b, stride_h, stride_s, D), mask
+    mask = token < q.tokens
+    return load_rows(q, i_head, token, mask, D), mask
 
 
 @triton.jit
-def load_keys(
-    p_k, p_permutation, i_head, first, heads, tokens, stride_b, stride_h, stride_s,
-    D: tl.constexpr, PERMUTED: tl.constexpr, ROWS: tl.constexpr = BLOCK,
-):  # fmt: skip
+def load_keys(k, p_permutation, i_head, first, D: tl.constexpr, PERMUTED: tl.constexpr, ROWS: tl.constexpr = BLOCK):
     """Rows of k from position ``first`` on, [ROWS, D] in KEY_ORDER, and which of its rows are real."""
     key = key_at(first + tl.arange(0, ROWS))
-    mask = key < tokens
-    token = gathered(p_permutation, i_head, key, mask, tokens, PERMUTED)
-    return load_rows(p_k, i_head, token, mask, heads, stride_b, stride_h, stride_s, D), mask
+    mask = key < k.tokens
+    token = gathered(p_permutation, i_head, key, mask, k.tokens, PERMUTED)
+    return load_rows(k, i_head, token, mask, D), mask
 
 
 @triton.jit
@@ -216,7 +203,8 @@ def query_maxima_kernel(
     EMULATE: tl.constexpr,
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    rows, mask = load_queries(p_q, i_head, i_block * BLOCK, heads, tokens, stride_b, stride_h, stride_s, D)
+    q = Rows(p_q, heads, tokens, stride_b, stride_h, stride_s)
+    rows, mask = load_queries(q, i_head, i_block * BLOCK, D)
     place = i_head.to(tl.int64) * blocks + i_block
     o_mean = place * D + tl.arange(0, D)
     count = tl.minimum(tokens - i_block * BLOCK, BLOCK).to(tl.float32)
@@ -252,7 +240,8 @@ def queries4_kernel(
     i_head, i_block, i_part = part_of_block(blocks, ROWS)
     first = i_block * BLOCK + i_part * ROWS
     unit = 1.0 / tl.load(p_scale + i_head)
-    rows, mask = load_queries(p_q, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D, ROWS)
+    q = Rows(p_q, heads, tokens, stride_b, stride_h, stride_s)
+    rows, mask = load_queries(q, i_head, first, D, ROWS)
     unit_of_row = tl.where(mask, unit, 0.0)
     block = i_head.to(tl.int64) * blocks + i_block
     store_rows(
@@ -280,9 +269,8 @@ def key_maxima_kernel(
     EMULATE: tl.constexpr,
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    rows, mask = load_keys(
-        p_k, p_permutation, i_head, i_block * BLOCK, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
-    )
+    k = Rows(p_k, heads, tokens, stride_b, stride_h, stride_s)
+    rows, mask = load_keys(k, p_permutation, i_head, i_block * BLOCK, D, PERMUTED)
     mean = tl.load(p_mean + i_head * D + tl.arange(0, D))
     keys = tl.where(mask[:, None], rotated(rows, factor, D, EMULATE) - mean[None, :], 0.0)
     largest = tl.max(tl.max(finite_or_infinite(keys), axis=1), axis=0)
@@ -314,9 +302,8 @@ def keys4_kernel(
     i_head, i_block, i_part = part_of_block(blocks, ROWS)
     first = i_block * BLOCK + i_part * ROWS
     unit = 1.0 / tl.load(p_scale + i_head)
-    rows, mask = load_keys(
-        p_k, p_permutation, i_head, first, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED, ROWS
-    )
+    k = Rows(p_k, heads, tokens, stride_b, stride_h, stride_s)
+    rows, mask = load_keys(k, p_permutation, i_head, first, D, PERMUTED, ROWS)
     unit_of_row = tl.where(mask, unit, 0.0)
     first_row = (i_head.to(tl.int64) * blocks + i_block) * BLOCK + i_part * ROWS
     store_rows(
@@ -326,37 +313,25 @@ def keys4_kernel(
 
 
 @triton.jit
-def load_values(
-    p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s,
-    D: tl.constexpr, PERMUTED: tl.constexpr,
-):  # fmt: skip
+def load_values(v, p_permutation, i_head, token, D: tl.constexpr, PERMUTED: tl.constexpr):
     """Permuted v at positions token [ROWS] as float32 [ROWS, D], and which of its rows are real."""
-    mask = token < tokens
-    source = gathered(p_permutation, i_head, token, mask, tokens, PERMUTED)
-    return load_rows(p_v, i_head, source, mask, heads, stride_b, stride_h, stride_s, D).to(tl.float32), mask
+    mask = token < v.tokens
+    source = gathered(p_permutation, i_head, token, mask, v.tokens, PERMUTED)
+    return load_rows(v, i_head, source, mask, D).to(tl.float32), mask
 
 
 @triton.jit
-def load_groups(
-    p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s,
-    STEP: tl.constexpr, D: tl.constexpr, PERMUTED: tl.constexpr,
-):  # fmt: skip
+def load_groups(v, p_permutation, i_head, token, D: tl.constexpr, PERMUTED: tl.constexpr, STEP: tl.constexpr = 1):
     """float32 [N, D, 16 / STEP]: permuted v at the tokens ``token`` [N], then ``token + STEP``, and so on to 16.
 
     Joined tensors lie in one thread: no group is ever spread over threads.
     """
     if STEP == GROUP:
-        values, _ = load_values(
-            p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
-        )
+        values, _ = load_values(v, p_permutation, i_head, token, D, PERMUTED)
         return values
     else:
-        even = load_groups(
-            p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s, 2 * STEP, D, PERMUTED
-        )
-        odd = load_groups(
-            p_v, p_permutation, i_head, token + STEP, heads, tokens, stride_b, stride_h, stride_s, 2 * STEP, D, PERMUTED
-        )
+        even = load_groups(v, p_permutation, i_head, token, D, PERMUTED, 2 * STEP)
+        odd = load_groups(v, p_permutation, i_head, token + STEP, D, PERMUTED, 2 * STEP)
         N: tl.constexpr = token.shape[0]
         return tl.reshape(tl.join(even, odd), [N, D, GROUP // STEP])
 
@@ -379,9 +354,8 @@ def value_maxima_kernel(
 ):
     i_head, i_block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     token = i_block * BLOCK + tl.arange(0, BLOCK)
-    values, mask = load_values(
-        p_v, p_permutation, i_head, token, heads, tokens, stride_b, stride_h, stride_s, D, PERMUTED
-    )
+    v = Rows(p_v, heads, tokens, stride_b, stride_h, stride_s)
+    values, mask = load_values(v, p_permutation, i_head, token, D, PERMUTED)
     o_mean = (i_head.to(tl.int64) * blocks + i_block) * D + tl.arange(0, D)
     if DEMEAN:
         count = tl.minimum(tokens - i_block * BLOCK, BLOCK).to(tl.float32)
@@ -419,9 +393,8 @@ def values4_kernel(
     o_channel = tl.arange(0, D)
     inverse = 1.0 / tl.load(p_scale + i_head * D + o_channel)
     first_token = i_block * BLOCK + tl.arange(0, GROUPS) * GROUP
-    groups = load_groups(
-        p_v, p_permutation, i_head, first_token, heads, tokens, stride_b, stride_h, stride_s, 1, D, PERMUTED
-    )  # fmt: skip
+    v = Rows(p_v, heads, tokens, stride_b, stride_h, stride_s)
+    groups = load_groups(v, p_permutation, i_head, first_token, D, PERMUTED)
     mean = tl.zeros([D], tl.float32)
     if DEMEAN:
         mean = tl.load(p_means + place * D + o_channel)
@@ -479,7 +452,8 @@ def bias_kernel(
     key = key_at(position)
     mask = key < tokens
     token = gathered(p_permutation, i_head, key, mask, tokens, PERMUTED)
-    keys = tl.trans(load_rows(p_k, i_head, token, mask, heads, stride_b, stride_h, stride_s, D))
+    k = Rows(p_k, heads, tokens, stride_b, stride_h, stride_s)
+    keys = tl.trans(load_rows(k, i_head, token, mask, D))
     unit = tl.load(p_unit + i_head)
     p_column = p_bias + i_launch.to(tl.int64) * launch_blocks * (kv_blocks * BLOCK) + position
     for first_row in range(0, launch_blocks, ROWS):
