@@ -19,6 +19,8 @@ SELF_TESTS = {
     "triton4": ".attend.self_test4",
     "grouping": ".group.self_test",
 }
+# Where it is not triton_support.OLDEST: before, Triton cannot lower the scaled 4-bit product for sm_120.
+OLDEST = {"triton4": (3, 6)}
 
 _verdicts: dict[tuple, str | None] = {}
 
@@ -42,7 +44,7 @@ def why_unavailable(name: str, device, dtype: str) -> str | None:
     """The verdict of an implementation's self-test, made once per device and dtype."""
     import torch
 
-    reason = triton_support.why_missing()
+    reason = triton_support.why_missing(OLDEST.get(name, triton_support.OLDEST))
     if reason is not None:
         return reason
     if device.type != "cuda":

@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module, util
 
-OLDEST = (3, 4)  # 3.6 is what the kernels are tested with
+OLDEST = (3, 5)  # 3.6 is what the kernels are tested with
+TORCH_WITH = {(3, 5): "2.9", (3, 6): "2.10"}  # the oldest torch that brings a Triton; each torch asks for its own
 WORD = 8  # elements of 16 bits that one thread reads at once
 
 
@@ -37,16 +38,16 @@ class LaunchSettings:
         return {**options, "arch": self.arch} if self.arch else options
 
 
-def why_missing() -> str | None:
-    """Why Triton cannot be used, with the line that installs it; None if it can."""
+def why_missing(oldest: tuple[int, int] = OLDEST) -> str | None:
+    """Why Triton cannot be used, with what installs or updates it; None if it can."""
     try:
         if util.find_spec("triton") is None:
             return f"needs Triton, which is not installed; {_how_to_install()}"
         version = str(import_module("triton").__version__)
     except Exception as error:  # noqa: BLE001  a broken Triton fails in many ways, none of which may end a render
         return f"needs Triton, which fails to import ({type(error).__name__}: {error}); {_how_to_install()}"
-    if _version(version) < OLDEST:
-        return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {version}; {_how_to_install()}"
+    if _version(version) < oldest:
+        return f"needs Triton {'.'.join(map(str, oldest))} or newer, found {version}; {_how_to_update(oldest)}"
     return None
 
 
@@ -95,6 +96,13 @@ def _how_to_install() -> str:
     if sys.platform == "darwin":
         return "there is none for macOS"
     return f'install it with: pip install "triton>={".".join(map(str, OLDEST))}"'
+
+
+def _how_to_update(oldest: tuple[int, int]) -> str:
+    torch = TORCH_WITH[oldest]
+    if sys.platform == "win32":
+        return f'it goes with torch {torch} or newer; then: pip install "triton-windows<3.7"'
+    return f"torch {torch} or newer brings it"
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ def triton_version(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "works"), [("3.3.1", False), ("2.3.0", False), ("3.4.0", True), ("3.6.0", True), ("3.10.0+git1", True)]
+    ("version", "works"), [("3.4.0", False), ("2.5.0", False), ("3.5.0", True), ("3.6.0", True), ("3.10.0+git1", True)]
 )
 def test_versions(triton_version, version, works):
     triton_version(version)
@@ -36,13 +36,35 @@ def test_versions(triton_version, version, works):
     assert works == (reason is None)
     if not works:
         assert version in reason
-        assert "3.4 or newer" in reason
+        assert "3.5 or newer" in reason
+
+
+def test_4_bit_needs_a_newer_one(triton_version):
+    triton_version("3.5.1")
+    assert why_missing() is None
+    reason = guard_triton.why_triton4_is_unavailable(CUDA, "bfloat16")
+    assert "needs Triton 3.6 or newer, found 3.5.1" in reason
+    assert "torch 2.10 or newer" in reason
 
 
 @pytest.mark.parametrize(
     ("platform", "words"),
     [
-        ("linux", 'pip install "triton>=3.4"'),
+        ("linux", "found 3.4.0; torch 2.9 or newer brings it"),
+        ("win32", 'found 3.4.0; it goes with torch 2.9 or newer; then: pip install "triton-windows<3.7"'),
+    ],
+)
+def test_an_old_triton_is_updated_with_torch(triton_version, monkeypatch, platform, words):
+    """Every torch asks for its own Triton: a newer one alone would break it."""
+    triton_version("3.4.0")
+    monkeypatch.setattr(sys, "platform", platform)
+    assert why_missing().endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("platform", "words"),
+    [
+        ("linux", 'pip install "triton>=3.5"'),
         ("win32", 'pip install "triton-windows<3.7"'),
         ("darwin", "there is none for macOS"),
     ],
@@ -73,7 +95,7 @@ def test_what_another_pack_puts_in_tritons_place_is_said_too(monkeypatch, attrib
     monkeypatch.setitem(sys.modules, "triton", stub)
     reason = why_missing()
     assert reason.startswith("needs Triton")
-    assert "pip install" in reason
+    assert "pip install" in reason or "brings it" in reason
 
 
 # Readiness
