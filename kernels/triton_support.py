@@ -42,10 +42,10 @@ def why_missing(oldest: tuple[int, int] = OLDEST) -> str | None:
     """Why Triton cannot be used, with what installs or updates it; None if it can."""
     try:
         if util.find_spec("triton") is None:
-            return f"needs Triton, which is not installed; {_how_to_install()}"
+            return f"needs Triton, which is not installed; {_how_to_install(oldest)}"
         version = str(import_module("triton").__version__)
     except Exception as error:  # noqa: BLE001  a broken Triton fails in many ways, none of which may end a render
-        return f"needs Triton, which fails to import ({type(error).__name__}: {error}); {_how_to_install()}"
+        return f"needs Triton, which fails to import ({type(error).__name__}: {error}); {_how_to_install(oldest)}"
     if _version(version) < oldest:
         return f"needs Triton {'.'.join(map(str, oldest))} or newer, found {version}; {_how_to_update(oldest)}"
     return None
@@ -90,12 +90,12 @@ def word_strides(x) -> tuple[int, int, int]:
     return tuple(stride // WORD for stride in x.stride()[:3])
 
 
-def _how_to_install() -> str:
+def _how_to_install(oldest: tuple[int, int]) -> str:
     if sys.platform == "win32":
         return 'install it with: pip install "triton-windows<3.7"'
     if sys.platform == "darwin":
         return "there is none for macOS"
-    return f'install it with: pip install "triton>={".".join(map(str, OLDEST))}"'
+    return f'install it with: pip install "triton>={".".join(map(str, oldest))}"'
 
 
 def _how_to_update(oldest: tuple[int, int]) -> str:

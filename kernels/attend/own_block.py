@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..formats import NVFP4
 from ..group.blocks import BLOCK, expand_blocks
 from ..quantize.operands import Operands4
 from ..quantize.rotation import rotate
@@ -35,7 +36,7 @@ def attend_own_block(operands: Operands4, scale: float, rows: slice) -> tuple[Te
     """
     own = operands.own
     q, k, v = (_blocks(x[:, :, rows]) for x in (own.q, own.k, own.v))
-    seen = rotate(operands.q.dequantize()[:, :, rows] + expand_blocks(operands.q_means, own.q.shape[2])[:, :, rows])
+    seen = rotate(_as_seen(operands, rows))
     centred = k.double() - own.k.mean(2, dtype=torch.float64)[:, :, None, None]
     products = q.double() @ k.double().transpose(3, 4)
     own_key = (_blocks(seen).double() * centred).sum(4, keepdim=True)
@@ -56,6 +57,14 @@ def is_own_key(operands: Operands4, rows: slice, keys: slice) -> Tensor:
     tokens = torch.arange(own.q.shape[2], device=device)
     key_tokens = tokens[keys] if own.permutation is None else own.permutation[:, :, None, keys]
     return key_tokens // BLOCK == (tokens[rows] // BLOCK)[:, None]
+
+
+def _as_seen(operands: Operands4, rows: slice) -> Tensor:
+    """Rotated queries as the 4-bit scores see them: rounded, plus their block means."""
+    packed = operands.q
+    rounded = NVFP4(packed.codes[:, :, rows], packed.group_scales[:, :, rows], packed.scale).dequantize()
+    means = operands.q_means[:, :, (rows.start or 0) // BLOCK :]
+    return rounded + expand_blocks(means, rounded.shape[2])
 
 
 def _blocks(x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class TritonOperands4:
         bias: starts the scores.
         own: what is attended to in 16 bit, which the bias then leaves out; None: nothing is.
         q_tokens: S_q.
-        flags: int32 [1]: bit 0, some q, k or v is not finite.
+        flags: int32 [1]: bit 0, some q, k or v is not finite, or products of q and k could pass MOST_PRODUCT.
     """
 
     q: Tensor
@@ -183,7 +183,8 @@ def prepare4(
     k_codes, k_scales = _quantize_keys(keys, turned_mean, k_scale, _feedback(queries, q_scale, between=False))
     v_codes, v_scales, unit_means = _quantize_values(v, permutation, demean, means, v_scale)
     per_score = (octaves / unit).float()
-    own = TritonOwnBlock(q, k, v, turned_q_means, turned_mean, q_scale, per_score, sign) if own_block else None
+    own_q = q if sign else torch.zeros_like(q)  # products as they are could overflow, and 0 times infinity is NaN
+    own = TritonOwnBlock(own_q, k, v, turned_q_means, turned_mean, q_scale, per_score, sign) if own_block else None
     return TritonOperands4(
         q=q_codes,
         q_scales=q_scales,

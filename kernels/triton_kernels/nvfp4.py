@@ -107,12 +107,8 @@ def encode_e2m1(x):
 
 @triton.jit
 def decode_e2m1(code):
-    """float32 value of E2M1 bits (int32, 0..15)."""
-    mantissa = code & 1
-    exponent = (code >> 1) & 3
-    normal = ((exponent + 126) << 23 | mantissa << 22).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent == 0, 0.5 * mantissa.to(tl.float32), normal)
-    return tl.where(code & 8 != 0, -magnitude, magnitude)
+    """float32 value of E2M1 bits (int32, 0..15): moved to float32's place they are 2^-126 of it."""
+    return ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit

@@ -8,17 +8,11 @@ import triton
 import triton.language as tl
 
 from .common import round_to
-from .nvfp4 import decode_ue4m3, exp2, log2
+from .nvfp4 import decode_e2m1, decode_ue4m3, exp2, log2
 from .prepare4 import BLOCK, part_of_block, product, rotated
 from .rows import Rows, load_columns, load_rows, rows_at
 
 CHANNELS = tl.constexpr(64)
-
-
-@triton.jit
-def decoded(code):
-    """float32 of E2M1 bits (int32, 0..15): moved to float32's place they are 2^-126 of the number."""
-    return ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit
@@ -36,7 +30,7 @@ def own_key_scores(p_codes, p_scales, q_scale, p_q_mean, keys, key_mean, D: tl.c
     even, odd = tl.split(tl.reshape(turned, [ROWS, D // 2, 2]))
     packed = tl.load(p_codes + o_row * (D // 2) + o_byte[None, :]).to(tl.int32)
     scales = decode_ue4m3(tl.load(p_scales + o_row * (D // 16) + tl.arange(0, D // 16)[None, :]))
-    rounded = tl.reshape(even * decoded(packed & 15) + odd * decoded(packed >> 4), [ROWS, D // 16, 8])
+    rounded = tl.reshape(even * decode_e2m1(packed & 15) + odd * decode_e2m1(packed >> 4), [ROWS, D // 16, 8])
     mean = even * tl.load(p_q_mean + 2 * o_byte)[None, :] + odd * tl.load(p_q_mean + 2 * o_byte + 1)[None, :]
     return tl.sum(tl.sum(rounded, axis=2) * scales, axis=1) * q_scale + tl.sum(mean, axis=1)
 

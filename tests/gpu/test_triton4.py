@@ -236,7 +236,7 @@ def test_what_is_not_finite_is_refused(argument, bad):
     tensors[argument][0, 1, 139, 127] = bad
     with pytest.raises(UnsupportedCall) as raised:
         call(**tensors)
-    assert raised.value.reasons == {"triton4": "q, k or v holds NaN or infinity"}
+    assert "q, k or v holds NaN or infinity" in raised.value.reasons["triton4"]
 
 
 def test_a_mean_of_any_size_under_a_residual_of_zero():
