@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
-from vc_attention.group.blocks import BLOCK
+from vc_attention.quantize.operands import has_own_block
 from vc_attention.quantize.rotation import rotate
 
 from .attend_torch import attend_torch
@@ -27,7 +27,8 @@ def attend(
         permutation: int32 [B, H, S], order of keys and values, or None.
         demean: whether block means of the values are removed.
     """
-    order = None if formats.own == "none" or q.shape[2] <= BLOCK else own_order(formats.own, grid, q.device)
+    has_own = formats.own != "none" and has_own_block(q.shape[2], k.shape[2])
+    order = own_order(formats.own, grid, q.device) if has_own else None
     output = recurrence(prepare(q, k, v, formats, permutation, demean, order), formats)
     return rotate(output) if formats.rotate_values else output
 

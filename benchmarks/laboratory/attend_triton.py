@@ -9,10 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from vc_attention.triton_kernels.nvfp4 import decode_ue4m3, round_to_integer, round_ue4m3
 
 from .attend_torch import LOWEST, first_state, sums_exactly
 from .formats import PROBABILITY_FORMATS, Formats
-from .nvfp4_triton import decode_e4m3, nvfp4_groups, round_e4m3, round_half_even
+from .nvfp4_triton import nvfp4_groups
 from .operands import Operands
 
 BLOCK = 128
@@ -25,14 +26,14 @@ def stored_probabilities(u, FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: t
     """Exact and stored 2^u in the format's own scale."""
     if FORMAT == P_EXPCAST:
         exact = tl.exp2(u + 8.0)
-        code = tl.minimum(round_half_even(tl.maximum(8.0 * (u + 8.0) + 55.65, 0.0)), 120.0)
-        stored = decode_e4m3(code.to(tl.int32))
+        code = tl.minimum(round_to_integer(tl.maximum(8.0 * (u + 8.0) + 55.65, 0.0)), 120.0)
+        stored = decode_ue4m3(code.to(tl.int32))
     elif FORMAT == P_E4M3:
         exact = tl.exp2(u + 8.0)
-        stored = round_e4m3(exact)
+        stored = round_ue4m3(exact)
     elif FORMAT == P_U8 or FORMAT == P_U8_TILE:  # noqa: SIM109 (Triton)
         exact = 255.0 * tl.exp2(u)
-        stored = round_half_even(exact)
+        stored = round_to_integer(exact)
     elif FORMAT == P_NVFP4:
         exact = 2688.0 * tl.exp2(u)
         groups = tl.reshape(exact, (ROWS, COLUMNS // 16, 16))
