@@ -16,7 +16,7 @@ from ..quantize.hopper import HEAD_DIM
 from ..quantize.precise import PreciseOperands
 from ..tensor_map import SWIZZLE_128, fits_tensor_map, tensor_map
 from .cuda import THREADS, pointers_and_sizes, query_and_key_maps
-from .tile_schedule import CLUSTER
+from .tile_schedule import CLUSTER, query_tile_pairs
 
 SOURCE = Path(__file__).parents[1] / "csrc" / "attention_precise_sm90.cu"
 SHARED_BYTES = 210 * 1024  # as in the source
@@ -43,7 +43,7 @@ def build(dtype: torch.dtype) -> Source:
 def _grid(out: Tensor) -> tuple[int, int, int]:
     """Query tiles in whole clusters, and heads."""
     batch, heads, q_tokens, _ = out.shape
-    return -(-q_tokens // (BLOCK * CLUSTER)) * CLUSTER, batch * heads, 1
+    return query_tile_pairs(q_tokens) * CLUSTER, batch * heads, 1
 
 
 def _arguments(operands: PreciseOperands, v: Tensor, out: Tensor) -> list:

@@ -50,18 +50,19 @@ class TileSchedule(NamedTuple):
 
 def tile_schedule(heads: int, q_tokens: int, kv_tokens: int, clusters: int) -> TileSchedule:
     """The fastest schedule for ``heads`` heads (of all batches together) where ``clusters`` clusters run at a time."""
-    pairs, tiles = heads * _q_tile_pairs(q_tokens), -(-kv_tokens // BLOCK)
+    pairs, tiles = heads * query_tile_pairs(q_tokens), -(-kv_tokens // BLOCK)
     return split(heads, q_tokens, kv_tokens, *_best_split(pairs, tiles, clusters))
 
 
 def split(heads: int, q_tokens: int, kv_tokens: int, split_pairs: int, part_tiles: int) -> TileSchedule:
     """The last ``split_pairs`` pairs of all heads in parts of ``part_tiles`` key tiles; 0 and 0: none."""
-    q_tile_pairs = _q_tile_pairs(q_tokens)
+    q_tile_pairs = query_tile_pairs(q_tokens)
     parts = -(-kv_tokens // (part_tiles * BLOCK)) if split_pairs else 0
     return TileSchedule(q_tile_pairs, heads * q_tile_pairs - split_pairs, split_pairs, part_tiles, parts)
 
 
-def _q_tile_pairs(q_tokens: int) -> int:
+def query_tile_pairs(q_tokens: int) -> int:
+    """Pairs of neighbouring query tiles of one head: one for each cluster."""
     return -(-q_tokens // (BLOCK * CLUSTER))
 
 

@@ -166,11 +166,11 @@ def prepare4(
     # A score is at most D times the largest of its factors. The bias is made with keys that still have their mean.
     mean_bound = q.shape[3] * q_means.abs().amax((1, 2)).double()
     bias_bound = mean_bound * k_largest
-    q_mean_largest = turned_q_means.abs().amax((1, 2)).double()
     key_bound = k_largest + turned_mean.abs().amax(1)
     representable = mean_bound * key_bound < MOST_PRODUCT
     own_block = own_block and has_own_block(q.shape[2], k.shape[2])
     if own_block:  # it multiplies q and k as they are
+        q_mean_largest = turned_q_means.abs().amax((1, 2)).double()
         representable &= q.shape[3] * (q_largest + q_mean_largest) * key_bound < MOST_PRODUCT
     score_bound = (q.shape[3] * q_largest.double() * k_largest + bias_bound) * (abs(scale) * math.log2(math.e))
     k_scale = positive(k_largest / NVFP4_MAX)
