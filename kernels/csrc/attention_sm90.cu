@@ -45,9 +45,10 @@ constexpr int SHARED_BYTES = 190 * 1024;  // attend/cuda.py reserves this
 constexpr int FIRST_CODE = EXPCAST ? 0 : -25;
 constexpr float MAX_CODE = 114 - FIRST_CODE;
 constexpr u32 LAST_CODE = 126 - FIRST_CODE;  // E4M3 448; 127 would be NaN
-// Above so many tiles a row's first maximum stands an eighth of MAX_CODE lower, at 99.75: as it grows, few steps need a new one. Not
-// where a few outliers of the first tile are the maximum (raise_maximum): it would hardly grow, and small probabilities were lost.
+// Above so many tiles a row's first maximum stands lower, at 94: as it grows, few steps need a new one. Not where a few outliers of the
+// first tile are the maximum (raise_maximum): it would hardly grow, and small probabilities were lost.
 constexpr int SHORT_TILES = 32;
+constexpr int ROOM_256THS = 45;  // of MAX_CODE, by which it stands lower
 constexpr u32 OFFSET_SCORE_LIMIT = 0x03ff03ffu;  // 1023, twice: the largest subnormal half, above the largest code for any q_scale
 constexpr int NO_MAX_YET = 20000;                // above every offset (at most 8065 + 869), and no sum with a score leaves 16 bits
 
@@ -308,7 +309,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       top = __vmaxs2(top, __shfl_xor_sync(~0u, top, 2));
       auto place = [&](RowCodes& row, int highest, int lowest) {
         const bool lower = growing && 4 * (highest - lowest) <= row.max_u;
-        const int u = lower ? row.max_u - (row.max_u >> 3) : row.max_u;
+        const int u = lower ? row.max_u - row.max_u * ROOM_256THS / 256 : row.max_u;
         row.offset = broadcast_low_16(min(signed_low_16(row.offset), u - highest));
       };
       place(rows[0], signed_low_16(top), signed_low_16(lowest));

@@ -230,7 +230,7 @@ def as_e4m3(code):
 def room_to_grow(top, scores):
     """By how much lower than ``top`` the first maximum of a long row stands, from its scores of the first tile."""
     of_eighths = [max(scores[first::8]) for first in range(8)]
-    return top // 8 if max(of_eighths) - min(of_eighths) <= top / 4 else 0
+    return top * 45 // 256 if max(of_eighths) - min(of_eighths) <= top / 4 else 0
 
 
 def looped(operands, q_tokens):
