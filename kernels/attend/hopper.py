@@ -122,12 +122,14 @@ class _Rows:
                 self._collect_sums()
             self._scale_accumulated()
             if tile % MEANS_GROUP == 0 and tile > self.tiles.start:
-                self._flush(mean_groups, tile // MEANS_GROUP - 1)
+                self._restore_means(mean_groups, tile // MEANS_GROUP - 1)
+                self._flush()
             self.residual += probabilities @ values[:, tile * BLOCK : (tile + 1) * BLOCK]
             self.open_sums[..., tile % 4] = probabilities.sum(-1)
         self._collect_sums()
-        self._flush(mean_groups, self.tiles[-1] // MEANS_GROUP)
-        return _Part(self.out * (self.out_factor / self.row_sum)[..., None], self.row_sum, self.offset)
+        self._restore_means(mean_groups, self.tiles[-1] // MEANS_GROUP)
+        out = self.out * self.out_factor[..., None] + self.residual
+        return _Part(out / self.row_sum[..., None], self.row_sum, self.offset)
 
     def _probabilities(self, tile: int) -> Tensor:
         codes = self._codes(tile)
@@ -179,14 +181,16 @@ class _Rows:
         self.row_sum += rounded.sum(-1)
         self.open_sums.zero_()
 
-    def _flush(self, mean_groups: Tensor | None, group: int) -> None:
+    def _restore_means(self, mean_groups: Tensor | None, group: int) -> None:
         if mean_groups is not None:
             missing = [torch.zeros_like(self.row_sum)] * (MEANS_GROUP - len(self.sums))
             self.residual += torch.stack(self.sums + missing, -1) @ mean_groups[:, group]
+        self.sums = []
+
+    def _flush(self) -> None:
         power = 2 ** torch.frexp(self.row_sum)[1].float() / 2
         factor = 2 * torch.where(self.row_sum < TINY, torch.full_like(power, TINY / 2), power)
         kept = self.out * (self.out_factor / factor).half().float()[..., None]
         self.out = (kept + (self.residual / factor[..., None]).half().float()).half().float()
         self.out_factor = factor
-        self.sums = []
         self.residual.zero_()

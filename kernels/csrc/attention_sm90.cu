@@ -155,6 +155,14 @@ struct RowCodes {
   u32 shift;   // half, in units of 2^-24: makes the code of u == max_u equal to MAX_CODE; in (-scale, 0]
   u32 offset;  // s16: u of the running maximum, max_u as a rule, minus that maximum; or NO_MAX_YET
   int max_u;
+
+  DEVICE void start(float codes_per_unit) {
+    const float largest = ceilf(MAX_CODE / codes_per_unit);
+    scale = broadcast_half(codes_per_unit);
+    shift = broadcast_half((MAX_CODE - largest * codes_per_unit) * 0x1p-24f);
+    offset = broadcast_low_16(NO_MAX_YET);
+    max_u = static_cast<int>(largest);
+  }
 };
 
 DEVICE u32 clamped_units(u32 score_0, u32 score_1, const RowCodes& row) {
@@ -252,17 +260,13 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
 #pragma unroll
     for (int i = 0; i < 68; i++) residual[i] = 0.f;
 
-    RowCodes rows[2];
+    float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = first_query_row(item.q_tile) + 8 * r;
-      const float scale = row < s_q ? q_scale_gmem[static_cast<i64>(item.bh) * s_q_pad + row] : 1.f;
-      const float max_u = ceilf(MAX_CODE / scale);
-      rows[r].scale = broadcast_half(scale);
-      rows[r].shift = broadcast_half((MAX_CODE - max_u * scale) * (1.f / 16777216.f));
-      rows[r].offset = broadcast_low_16(NO_MAX_YET);
-      rows[r].max_u = static_cast<int>(max_u);
+      scale[r] = row < s_q ? q_scale_gmem[static_cast<i64>(item.bh) * s_q_pad + row] : 1.f;
     }
+    RowCodes rows[2];
 
     const u64 k_descriptor = matrix_descriptor<128>(base_smem + Smem::K);
     const u64 v_descriptor = matrix_descriptor<128>(base_smem + Smem::V);
@@ -432,6 +436,8 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     pin(scores);
     wgmma_fence();
     issue_qk(0, true);
+#pragma unroll
+    for (int r = 0; r < 2; r++) rows[r].start(scale[r]);
     wgmma_wait<0>();
     pin(scores);
     release(0);
@@ -546,52 +552,63 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
         parity ^= 1;
       }
     }
-    {
-      const int stage = wait_next_stage();
-      pin(codes_a);
-      pin(residual);
-      wgmma_fence();
-      issue_pv(codes_a, stage, !residual_empty);
-      wgmma_wait<0>();
-      pin(residual);
-    }
+    const Item item(schedule, s_kv);  // anew: over the loop it would cost registers
+    // Factors of channels 8 n + column and the next one, on their way while the last product runs.
+    float2 v_scale[16];
+#pragma unroll
+    for (int n = 0; n < 16; n++)
+      v_scale[n] = *reinterpret_cast<const float2*>(v_scale_gmem + static_cast<i64>(item.bh) * HEAD_DIM + 8 * n + column);
+    const int last_stage = wait_next_stage();
+    pin(codes_a);
+    pin(residual);
+    wgmma_fence();
+    issue_pv(codes_a, last_stage, !residual_empty);
+    wgmma_wait<0>();
+    pin(residual);
     collect_sums();
     while (quads < GROUP / STAGES) {
       push_sums(0u);
       quads++;
     }
-    flush_group();
+    if (MEANS) restore_means();
     if (consumer == 0) named_barrier_sync<CONSUMERS>(1);  // takes the turn passed last, so that the barrier ends empty
 
-    // Channels 8 n + column and the next one of row + 8 r, still to be multiplied by its factor.
-    auto two_outputs = [&](int n, int r) {
-      const uint4 four = shared_load<uint4>(out_smem(n / 2));
-      return n & 1 ? (r ? four.w : four.z) : (r ? four.y : four.x);
-    };
-    const Item item(schedule, s_kv);  // anew: over the loop it would cost registers
-    const float* v_scale = v_scale_gmem + static_cast<i64>(item.bh) * HEAD_DIM;
+    // With what was flushed.
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint4 flushed = shared_load<uint4>(out_smem(i));
+      auto add = [&](u32 pair, int first) {
+        const float factor = out_factor[(first >> 1) & 1];
+        residual[first] = fmaf(half_low(pair), factor, residual[first]);
+        residual[first + 1] = fmaf(half_high(pair), factor, residual[first + 1]);
+      };
+      add(flushed.x, 8 * i);
+      add(flushed.y, 8 * i + 2);
+      add(flushed.z, 8 * i + 4);
+      add(flushed.w, 8 * i + 6);
+    }
     u16* out = out_gmem + (item.bh / heads) * out_stride_b + (item.bh % heads) * out_stride_h;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = sum_over_row(row_sum[r]), factor = out_factor[r] / sum;
+      const float sum = sum_over_row(row_sum[r]), inverse = 1.f / sum;
+      // Channels 8 n + column and the next one, in units of v_scale.
+      auto two_outputs = [&](int n) { return make_float2(residual[4 * n + 2 * r] * inverse, residual[4 * n + 2 * r + 1] * inverse); };
       const int row = first_query_row(item.q_tile) + 8 * r;
       if (item.part >= 0) {
         const int part_row = item.part_row(first_query_row(0) + 8 * r);
         u16* out_row = schedule.part_out_gmem + static_cast<i64>(part_row) * HEAD_DIM + column;
 #pragma unroll
         for (int n = 0; n < 16; n++) {
-          const u32 pair = two_outputs(n, r);
-          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_half(half_low(pair) * factor, half_high(pair) * factor);
+          const float2 two = two_outputs(n);
+          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_half(two.x, two.y);
         }
         if (column == 0) schedule.part_row_gmem[part_row] = {sum, signed_low_16(rows[r].offset)};
       } else if (row < s_q) {
         u16* out_row = out + row * out_stride_s + column;
 #pragma unroll
         for (int n = 0; n < 16; n++) {
-          const u32 pair = two_outputs(n, r);
-          *reinterpret_cast<u32*>(out_row + 8 * n) =
-              pack_output<OUT_HALF>(half_low(pair) * factor * v_scale[8 * n + column],
-                                    half_high(pair) * factor * v_scale[8 * n + column + 1]);
+          const float2 two = two_outputs(n);
+          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_output<OUT_HALF>(two.x * v_scale[n].x, two.y * v_scale[n].y);
         }
       }
     }

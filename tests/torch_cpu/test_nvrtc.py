@@ -743,12 +743,12 @@ def parts_not_weighed(operands, out, **switches):
 
 
 def means_shifted_in_later_parts(operands, out, **switches):
-    flush = hopper_specification._Rows._flush
+    restore = hopper_specification._Rows._restore_means
 
     def of_the_group_before(rows, means, group):
-        flush(rows, means, max(group - (rows.tiles.start > 0), 0))
+        restore(rows, means, max(group - (rows.tiles.start > 0), 0))
 
-    with mock.patch.object(hopper_specification._Rows, "_flush", of_the_group_before):
+    with mock.patch.object(hopper_specification._Rows, "_restore_means", of_the_group_before):
         stand_in_attend(operands, out, **switches)
 
 
