@@ -4,11 +4,12 @@
 
 Needs a GPU with a VC-Attention kernel. Useful work is counted as 4 B H S^2 D FLOP. Inputs are normal, bf16, in
 ComfyUI's layout [B, S, H, D]; the error is relative L2 on sampled rows against attention in float32 on the same inputs.
-The kernel alone, the complete call and the call with a regrouping alternate. Between their turns cuDNN has its own, so
-that all meet a card of the same heat; the rows "..._over_cudnn" are medians over these pairs of turns. At the largest
-shape the kernel is also measured with one trick switched off at a time, on normal and clustered inputs and with a loud
-channel in k. Times are with a full queue, as in a render; rows whose settings end in "empty queue" include what the GPU
-waits for the host.
+The kernel and the complete call have turns of their own, each followed by one of cuDNN's, so that all meet a card of
+the same heat; the rows "..._over_cudnn" are medians over these pairs of turns. For what a call adds to the kernel and a
+regrouping to a call, the three alternate call by call (settings that end in "alternating"). At the largest shape the
+kernel is also measured with one trick switched off at a time, on normal and clustered inputs and with a loud channel in
+k. Times are with a full queue, as in a render; rows whose settings end in "empty queue" include what the GPU waits for
+the host.
 
 --quick leaves out peers, ablations and emulations, and writes rows only to a folder given by --output: the README is
 drawn from the newest whole run.
@@ -48,6 +49,7 @@ HEAT_SECONDS = 2.0  # of the kernel before anything is timed: a cool card is 2 t
 PAIRS = 4  # in every round, turns of our calls and of the baseline
 PRECISE = "8-bit precise"
 SHIPPED, HELD, REGROUPED = "as shipped", "held grouping", "warm regrouping"
+ALTERNATING = ", alternating"  # end of the settings of what alternates with the kernel, the call and a regrouping call
 EMPTY_QUEUE = ", empty queue"  # end of the settings of what is timed while the GPU has nothing else to do
 KERNEL, CALL = ("attention_kernel", "cuda", SHIPPED), ("complete_call", "cuda", HELD)
 BASELINE_CALL = ("complete_call", BASELINE, "")
@@ -142,36 +144,34 @@ def bench_shape(shape: tuple[int, int, int, int], options: argparse.Namespace, a
 
 
 def all_turns(q, k, v, grouping: Grouping, quick: bool, ablations: bool) -> list[dict[tuple[str, str, str], Callable]]:
-    """What is timed in a round: our calls and the baseline in PAIRS pairs of turns, then everything else."""
-    compared, *others = our_turns(q, k, v, grouping)
-    paired = [compared]
+    """What is timed in a round: kernel, call and the baseline in PAIRS pairs of turns each, then everything else."""
+    kernel, call, alternating, *others = our_turns(q, k, v, grouping)
+    paired = [kernel, call]
     if not quick:
         found = {("complete_call", name, ""): call for name, call in peers.found(q, k, v).items()}
         if BASELINE_CALL in found:
-            paired.append({BASELINE_CALL: found.pop(BASELINE_CALL)})
+            baseline = {BASELINE_CALL: found.pop(BASELINE_CALL)}
+            paired = [kernel, baseline, call, baseline]
         others += alone(found)
         if ablations:
             others += alone(named("attention_kernel", "cuda", ablated(q, k, v, grouping)))
-    return PAIRS * paired + others
+    return PAIRS * paired + PAIRS * [alternating] + others
 
 
 def our_turns(q, k, v, grouping: Grouping) -> list[dict[tuple[str, str, str], Callable]]:
-    """What is timed of our own, in turns of calls that alternate."""
+    """Turns of the kernel, of the call, of both and a regrouping call, and of everything else of our own."""
     complete = complete_calls(q, k, v, grouping)
     held = {HELD: complete.pop(HELD)}
+    kernel = named("attention_kernel", "cuda", {SHIPPED: kernel_variant(q, k, v, grouping.permutation)})
+    call = named("complete_call", "cuda", held)
     regrouped = {REGROUPED: lambda: attention(q, k, v, grouping=group_values(v, grouping))}
-    compared = {
-        **named("attention_kernel", "cuda", {SHIPPED: kernel_variant(q, k, v, grouping.permutation)}),
-        **named("complete_call", "cuda", held | regrouped),
-    }
+    alternating = ending(kernel | call | named("complete_call", "cuda", regrouped), ALTERNATING)
     parts = {
         **named("prepare", "cuda", {HELD: lambda: prepared(q, k, v, grouping.permutation)}),
         **named("regroup_extra", "cuda", {"warm": lambda: group_values(v, grouping), "cold": lambda: group_values(v)}),
     }
-    waiting = named("complete_call", "cuda", held) | parts
-    waiting = {(operation, name, settings + EMPTY_QUEUE): call for (operation, name, settings), call in waiting.items()}
     others = named("complete_call", "cuda", complete) | without_nvrtc(q, k, v, grouping)
-    return [compared, *alone(others), parts, waiting]
+    return [kernel, call, alternating, *alone(others), parts, ending(call | parts, EMPTY_QUEUE)]
 
 
 def without_nvrtc(q, k, v, grouping: Grouping) -> dict[tuple[str, str, str], Callable]:
@@ -184,6 +184,14 @@ def without_nvrtc(q, k, v, grouping: Grouping) -> dict[tuple[str, str, str], Cal
 def named(operation: str, implementation: str, calls: dict[str, Callable]) -> dict[tuple[str, str, str], Callable]:
     """Calls by (operation, implementation, settings), from calls by settings."""
     return {(operation, implementation, settings): call for settings, call in calls.items()}
+
+
+def ending(calls: dict[tuple[str, str, str], Callable], end: str) -> dict[tuple[str, str, str], Callable]:
+    """The same calls with something more in their settings."""
+    return {
+        (operation, implementation, settings + end): call
+        for (operation, implementation, settings), call in calls.items()
+    }
 
 
 def alone(calls: dict) -> list[dict]:
@@ -289,9 +297,12 @@ def factor_rows(timed: dict[tuple[str, str, str], Samples], shape) -> list[dict]
     """How many times as fast as the baseline kernel and call are: least, median and largest over pairs of turns."""
     if BASELINE_CALL not in timed:
         return []
-    baseline, made = timed[BASELINE_CALL], []
-    for operation, key in (("kernel_over_cudnn", KERNEL), ("call_over_cudnn", CALL)):
-        factors = [theirs / ours for theirs, ours in zip(baseline.medians, timed[key].medians, strict=True)]
+    baseline, made = timed[BASELINE_CALL].medians, []  # behind a turn of the kernel, behind one of the call, and so on
+    for operation, key, behind in (
+        ("kernel_over_cudnn", KERNEL, baseline[::2]),
+        ("call_over_cudnn", CALL, baseline[1::2]),
+    ):
+        factors = [theirs / ours for theirs, ours in zip(behind, timed[key].medians, strict=True)]
         row = {"operation": operation, "implementation": "cuda", "settings": key[2], "shape": list(shape)}
         spread = {"factor_least": min(factors), "factor_largest": max(factors), "turns": len(factors)}
         made.append(row | {"dtype": "bfloat16", "factor": median(factors)} | spread)
@@ -301,8 +312,8 @@ def factor_rows(timed: dict[tuple[str, str, str], Samples], shape) -> list[dict]
 def share_rows(made: list[dict], shape) -> list[dict]:
     """What the call adds to the kernel, a regrouping to the call, and the groupings of a render to its calls."""
     times = {(row["operation"], row["settings"]): row["ms_p50"] for row in made if row["implementation"] == "cuda"}
-    kernel, call = times["attention_kernel", SHIPPED], times["complete_call", HELD]
-    regrouped = times["complete_call", REGROUPED]
+    kernel, call = times["attention_kernel", SHIPPED + ALTERNATING], times["complete_call", HELD + ALTERNATING]
+    regrouped = times["complete_call", REGROUPED + ALTERNATING]
     shares = [
         {"operation": "call_over_kernel", "settings": HELD, "share_of_kernel": call / kernel - 1},
         {"operation": "regrouping_over_call", "settings": "warm", "share_of_call": regrouped / call - 1},

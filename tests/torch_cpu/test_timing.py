@@ -103,7 +103,40 @@ def test_factors_are_of_neighbouring_turns(timing):
 
     timed = {bench.KERNEL: turns(1.0, 2.0, 1.0), bench.CALL: turns(2.0, 2.0, 2.0)}
     assert bench.factor_rows(timed, (1, 2, 3, 128)) == []
-    timed[bench.BASELINE_CALL] = turns(2.0, 5.0, 3.0)
+    timed[bench.BASELINE_CALL] = turns(2.0, 7.0, 5.0, 3.0, 3.0, 8.0)  # behind the kernel, behind the call, and so on
     kernel, call = bench.factor_rows(timed, (1, 2, 3, 128))
     assert [kernel[name] for name in ("factor_least", "factor", "factor_largest", "turns")] == [2.0, 2.5, 3.0, 3]
-    assert [call[name] for name in ("operation", "factor")] == ["call_over_cudnn", 1.5]
+    assert [call[name] for name in ("operation", "factor")] == ["call_over_cudnn", 3.5]
+
+
+def test_kernel_and_call_are_followed_by_the_baseline_each(monkeypatch):
+    import bench
+
+    kernel, call, alternating, other = ({name: len} for name in ("kernel", "call", "alternating", "other"))
+    monkeypatch.setattr(bench, "our_turns", lambda *inputs: [kernel, call, alternating, other])
+    monkeypatch.setattr(bench.peers, "found", lambda *inputs: {bench.BASELINE: max, "slower": min})
+    baseline, peer = {bench.BASELINE_CALL: max}, {("complete_call", "slower", ""): min}
+    turns = bench.all_turns(None, None, None, None, quick=False, ablations=False)
+    assert turns == [kernel, baseline, call, baseline] * 4 + [alternating] * 4 + [other, peer]
+    assert bench.all_turns(None, None, None, None, quick=True, ablations=True) == [kernel, call] * 4 + [
+        alternating
+    ] * 4 + [other]
+
+
+def test_shares_are_of_calls_that_alternate():
+    import bench
+
+    def timed(operation, settings, ms):
+        return {"operation": operation, "settings": settings, "implementation": "cuda", "ms_p50": ms}
+
+    rows = [timed("attention_kernel", "as shipped", 7.0), timed("complete_call", "held grouping", 7.0)]
+    rows += [
+        timed("attention_kernel", "as shipped, alternating", 10.0),
+        timed("complete_call", "held grouping, alternating", 10.4),
+        timed("complete_call", "warm regrouping, alternating", 10.92),
+        timed("regroup_extra", "cold", 1.0),
+        timed("regroup_extra", "warm", 0.5),
+    ]
+    call, regrouping, *averages = bench.share_rows(rows, (1, 2, 3, 128))
+    assert (round(call["share_of_kernel"], 6), round(regrouping["share_of_call"], 6)) == (0.04, 0.05)
+    assert [round(row["share_of_call"] * 40 * 10.4, 6) for row in averages] == [1 + 2 * 0.5, 1 + 9 * 0.5]
