@@ -3,10 +3,11 @@
 Exact where the kernel is exact: scores, codes, running maxima, and where each warp takes a new maximum. Sums that the
 tensor cores make with fewer bits are float32 here, so outputs agree to about 3e-4 before they are rounded.
 
-What differs from the general reference (attend/reference.py): the maximum is stale. Codes are made against the old
-one, which stands at code 114, and a warp raises it only when a code passes 126; the first of a long row mostly stands
-lower, so that it may grow. The output is kept in half, divided by a power of two of the row sum. Rows whose keys are
-split (attend/tile_schedule.py) have a maximum in each part; their parts are weighed in float32.
+What differs from the general reference (attend/reference.py): the maximum is stale. Codes are made against the old one,
+which stands at code 114, and a warp raises it only when a code passes 126; the first of a long row mostly stands lower,
+so that it may grow. The output is kept in half, divided by a power of two of the row sum; what came after the last
+flush is added in float32. Rows whose keys are split (attend/tile_schedule.py) have a maximum in each part; their parts
+are weighed in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LAST_CODE = 126  # E4M3 448; 127 would be NaN
 # Code of a probability that is rounded to zero, by how the probabilities are made: exact ones keep subnormals.
 FIRST_CODE = {"expcast": 0, "exp2": -25}
 SHORT_TILES = 32  # up to here the first maximum stands where later ones do
-ROOM = 45 / 256  # share of its code by which the first maximum of a longer row stands lower, at 94
+ROOM = 45 / 256  # share of its code by which the first maximum of a longer row stands lower: at 94 with ExpCast
 NO_MAX_YET = 20000
 PADDING_SCORE = -16384
 WARP_ROWS = 16
