@@ -125,7 +125,8 @@ def _speed_table(rows: list[dict]) -> str:
         mine = [row for row in rows if (row["implementation"], row["settings"]) == (implementation, settings)]
         found = {tuple(row["shape"]): row for row in mine if row["operation"] == "complete_call"}
         clustered = next((row for row in mine if row["operation"] == "error_clustered"), None)
-        cells = [_cell(found.get(shape), _baseline(rows, shape)) for shape in reversed(shapes)]
+        paired = {tuple(row["shape"]): row["factor"] for row in mine if row["operation"] == "call_over_cudnn"}
+        cells = [_cell(found.get(shape), _baseline(rows, shape), paired.get(shape)) for shape in reversed(shapes)]
         lines.append([label, *cells, _error(found[shapes[-1]]), _error(clustered)])
     return f"{heading}\n\n{pages.table(['attention', *columns, 'error, normal', 'error, clustered'], lines)}"
 
@@ -206,11 +207,13 @@ def _baseline(rows: list[dict], shape: tuple[int, ...]) -> float | None:
     return None
 
 
-def _cell(row: dict | None, baseline: float | None) -> str:
+def _cell(row: dict | None, baseline: float | None, paired: float | None) -> str:
+    """A time and its factor: that of neighbouring turns, if it was measured, or else of all."""
     if row is None:
         return "-"
-    factor = f" ({baseline / row['ms_p50']:.2f})" if baseline else ""
-    return f"{row['ms_p50']:.1f} ms{factor}"
+    if paired is None and baseline is not None:
+        paired = baseline / row["ms_p50"]
+    return f"{row['ms_p50']:.1f} ms" + ("" if paired is None else f" ({paired:.2f})")
 
 
 if __name__ == "__main__":

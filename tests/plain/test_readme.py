@@ -70,6 +70,9 @@ def test_speed_table_takes_the_newest_run_and_names_the_baseline(table, monkeypa
     assert "| **VC Attention, 8-bit, grouping held** | 8.0 ms (2.50) | 0.0435 | - |" in made
     assert "cuDNN" in made
     assert "30.0 ms (0.67)" in made
+    paired = {**rows[-1], "operation": "call_over_cudnn", "factor": 2.25}
+    (tmp_path / "card.jsonl").write_text("\n".join(map(json.dumps, [*rows, paired])) + "\n")
+    assert "8.0 ms (2.25)" in table.speed_tables()
 
 
 @pytest.mark.parametrize(
