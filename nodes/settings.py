@@ -9,8 +9,8 @@ from ..kernels import implementation_names
 
 MODES = ("auto", "8-bit", "4-bit", "off", "8-bit precise")
 IMPLEMENTATIONS = implementation_names()
-# On an H200 a call beats FlashAttention-2 from 2,048 to 3,072 tokens on and cuDNN from about 4,096 (docs/hopper.md). It
-# also keeps the text refiners of video models out.
+# On an H200 a call beats FlashAttention-2 from 2,048 to 3,072 tokens on and cuDNN from 3,072 to 4,096
+# (docs/hopper.md). It also keeps the text refiners of video models out.
 MIN_TOKENS = 4096
 MOST_CLUSTERS = 1024
 MOST_TOKENS = 1 << 24
