@@ -37,6 +37,17 @@
 #include "attention_combine_sm90.cuh"
 #include "attention_flushed_sm90.cuh"
 #include "attention_load_sm90.cuh"
+#include "attention_row_sums_sm90.cuh"
+
+// Writes a thread's outputs of one row, packed by `pack`: channels 8 n and 8 n + 1 from `out_row_gmem` on, for n < 16.
+template <class Pack>
+DEVICE void store_row(u16* out_row_gmem, const float (&residual)[68], int r, float inverse, Pack pack) {
+#pragma unroll
+  for (int n = 0; n < 16; n++) {
+    const int i = 4 * n + 2 * r;
+    *reinterpret_cast<u32*>(out_row_gmem + 8 * n) = pack(n, residual[i] * inverse, residual[i + 1] * inverse);
+  }
+}
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
@@ -73,8 +84,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     u32 codes_a[16], codes_b[16];       // A fragments of P V: tiles of even and of odd number
     float residual[68];                 // P V of up to GROUP tiles; from [64] on the row sums of up to four tiles, one per thread
     Flushed flushed{base_smem + Smem::OUT};
-    float row_sum[2] = {0.f, 0.f};      // of row and row + 8, as all pairs here: over the tiles whose number % 4 == lane % 4
-    u32 sums[4] = {0, 0, 0, 0};         // half row sums of the last GROUP tiles, newest on top: A fragment of the mean product
+    RowSums sums;
     // Groups of four tiles since the last flush. What lies before a part in its first group of means has row sums of zero.
     int quads = item.first_tile % GROUP / STAGES;
     int group = 0;                      // of the means to be restored next
@@ -110,8 +120,8 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     };
     // Row sums (at most 128 * 448, a half) times means, onto P V.
     auto issue_means = [&]() {
-      wgmma_m64n128k16_f32_f16(residual, sums[0], sums[1], sums[2], sums[3],
-                           matrix_descriptor<32>(base_smem + Smem::MEAN + (group & 1) * MEANS_BYTES));
+      wgmma_m64n128k16_f32_f16(residual, sums.of_group[0], sums.of_group[1], sums.of_group[2], sums.of_group[3],
+                               matrix_descriptor<32>(base_smem + Smem::MEAN + (group & 1) * MEANS_BYTES));
       wgmma_commit();
     };
     auto wait_means = [&]() { mbarrier_wait(barriers.means_full(group & 1), (group >> 1) & 1); };
@@ -126,14 +136,12 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         factor[r] = exp2_approx(static_cast<float>(signed_low_16(rows[r].offset) - old[r]) * half_low(rows[r].scale) * .125f);
-        row_sum[r] *= factor[r];
+        sums.of_row[r] *= factor[r];
         flushed.factor[r] *= factor[r];
       }
 #pragma unroll
       for (int i = 0; i < 68; i++) residual[i] *= factor[(i >> 1) & 1];
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        sums[i] = pack_half(half_low(sums[i]) * factor[i & 1], half_high(sums[i]) * factor[i & 1]);
+      sums.scale_group(factor);
     };
 
     // Codes of the tile whose scores are there, while P V of the tile before is in flight; waits for that. The four warps decide
@@ -158,27 +166,14 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
       if (raised) scale_accumulated(old_offsets);
     };
 
-    auto push_sums = [&](u32 newest) {  // half (row, row + 8)
-      sums[0] = __byte_perm(sums[0], sums[2], 0x5432);
-      sums[2] = __byte_perm(sums[2], newest, 0x5432);
-      sums[1] = __byte_perm(sums[1], sums[3], 0x5432);
-      sums[3] = __byte_perm(sums[3], newest, 0x7632);
-    };
-    // Sums of four tiles, one per thread of a row. The denominator uses the rounded sums that the means are weighted with, so the
-    // weights of the means add up to one: a constant v comes out exactly.
     auto collect_sums = [&]() {
-      const u32 newest = pack_half(residual[64], residual[66]);
-      push_sums(newest);
-      row_sum[0] += half_low(newest);
-      row_sum[1] += half_high(newest);
-#pragma unroll
-      for (int i = 64; i < 68; i++) zero_in_place(residual[i]);
+      sums.collect(residual);
       quads++;
     };
     auto flush = [&]() {
       pin(residual);
       residual_empty = true;
-      flushed.add(residual, row_sum);
+      flushed.add(residual, sums.of_row);
       quads = 0;
     };
     auto release_means = [&]() {
@@ -188,7 +183,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     auto restore_means = [&]() {
       wait_means();
       pin(residual);
-      pin(sums);
+      pin(sums.of_group);
       wgmma_fence();
       issue_means();
       wgmma_wait<0>();
@@ -244,7 +239,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
           pin(codes_a);
           pin(codes_b);
           pin(residual);
-          pin(sums);
+          pin(sums.of_group);
           pin(q_rmem);
           wgmma_fence();
           if (MEANS) issue_means();
@@ -346,7 +341,7 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     pin(residual);
     collect_sums();
     while (quads < GROUP / STAGES) {
-      push_sums(0u);
+      sums.push(0u);
       quads++;
     }
     if (MEANS) restore_means();
@@ -356,26 +351,17 @@ attention_fwd_kernel(const __grid_constant__ TensorMap q_map, const __grid_const
     u16* out = out_gmem + (item.bh / heads) * out_stride_b + (item.bh % heads) * out_stride_h;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float sum = sum_over_row(row_sum[r]), inverse = 1.f / sum;
-      // Channels 8 n + column and the next one, in units of v_scale.
-      auto two_outputs = [&](int n) { return make_float2(residual[4 * n + 2 * r] * inverse, residual[4 * n + 2 * r + 1] * inverse); };
+      const float sum = sum_over_row(sums.of_row[r]), inverse = 1.f / sum;
       const int row = first_query_row(item.q_tile) + 8 * r;
       if (item.part >= 0) {
         const int part_row = item.part_row(first_query_row(0) + 8 * r);
-        u16* out_row = schedule.part_out_gmem + static_cast<i64>(part_row) * HEAD_DIM + column;
-#pragma unroll
-        for (int n = 0; n < 16; n++) {
-          const float2 two = two_outputs(n);
-          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_half(two.x, two.y);
-        }
+        store_row(schedule.part_out_gmem + static_cast<i64>(part_row) * HEAD_DIM + column, residual, r, inverse,
+                  [](int, float low, float high) { return pack_half(low, high); });
         if (column == 0) schedule.part_row_gmem[part_row] = {sum, signed_low_16(rows[r].offset)};
       } else if (row < s_q) {
-        u16* out_row = out + row * out_stride_s + column;
-#pragma unroll
-        for (int n = 0; n < 16; n++) {
-          const float2 two = two_outputs(n);
-          *reinterpret_cast<u32*>(out_row + 8 * n) = pack_output<OUT_HALF>(two.x * v_scale[n].x, two.y * v_scale[n].y);
-        }
+        store_row(out + row * out_stride_s + column, residual, r, inverse, [&](int n, float low, float high) {
+          return pack_output<OUT_HALF>(low * v_scale[n].x, high * v_scale[n].y);
+        });
       }
     }
   }
