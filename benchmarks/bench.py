@@ -29,7 +29,7 @@ import peers
 import rows
 import sage_formats
 import torch
-from table import BASELINE
+from table import BASELINE, NOTHING_OFF
 from timing import Samples, interleave
 from vc_attention import attention, group_values, support
 from vc_attention.attend.cuda import attend_cuda
@@ -154,7 +154,8 @@ def all_turns(q, k, v, grouping: Grouping, quick: bool, ablations: bool) -> list
             paired = [kernel, baseline, call, baseline]
         others += alone(found)
         if ablations:
-            others += alone(named("attention_kernel", "cuda", ablated(q, k, v, grouping)))
+            beside = {NOTHING_OFF: kernel_variant(q, k, v, grouping.permutation)}
+            others += alone(named("attention_kernel", "cuda", beside | ablated(q, k, v, grouping)))
     return PAIRS * paired + PAIRS * [alternating] + others
 
 

@@ -75,6 +75,18 @@ def test_speed_table_takes_the_newest_run_and_names_the_baseline(table, monkeypa
     assert "8.0 ms (2.25)" in table.speed_tables()
 
 
+def test_tricks_are_compared_with_the_kernel_timed_beside_them(table):
+    def row(operation, settings, **values):
+        common = {"date": "2026-01-02T03:04:05Z", "gpu": "Card", "driver": "1", "torch": "2", "commit": "c"}
+        return {**common, "operation": operation, "settings": settings, "shape": [1, 2, 3, 128], **values}
+
+    rows = [row("attention_kernel", settings, ms_p50=9.0, rel_l2=0.04) for settings in table.TRICKS]
+    assert "| nothing | 9.0 ms | 0.0400 |" in table._tricks_table(rows)
+    rows += [row("attention_kernel", table.NOTHING_OFF, ms_p50=8.5, rel_l2=0.05)]
+    assert "| nothing | 8.5 ms | 0.0400 |" in table._tricks_table(rows)
+    assert "| means | 9.0 ms |" in table._tricks_table(rows)
+
+
 @pytest.mark.parametrize(
     ("version", "label"), [(None, "SageAttention 1"), ("1.0.6", "SageAttention 1"), ("2.2.0", "SageAttention 2")]
 )

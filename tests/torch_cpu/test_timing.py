@@ -1,5 +1,6 @@
 """benchmarks/timing.py with a GPU of paper: what alternates, what has work queued before it, what waits."""
 
+import types
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,12 @@ def test_kernel_and_call_are_followed_by_the_baseline_each(monkeypatch):
     baseline, peer = {bench.BASELINE_CALL: max}, {("complete_call", "slower", ""): min}
     turns = bench.all_turns(None, None, None, None, quick=False, ablations=False)
     assert turns == [kernel, baseline, call, baseline] * 4 + [alternating] * 4 + [other, peer]
+    monkeypatch.setattr(bench, "kernel_variant", lambda *inputs: sum)
+    monkeypatch.setattr(bench, "ablated", lambda *inputs: {"means off": abs})
+    grouping = types.SimpleNamespace(permutation=None)
+    *_, shipped, off = bench.all_turns(None, None, None, grouping, quick=False, ablations=True)
+    assert shipped == {("attention_kernel", "cuda", "nothing off"): sum}
+    assert off == {("attention_kernel", "cuda", "means off"): abs}
     assert bench.all_turns(None, None, None, None, quick=True, ablations=True) == [kernel, call] * 4 + [
         alternating
     ] * 4 + [other]
