@@ -154,7 +154,7 @@ def all_turns(q, k, v, grouping: Grouping, quick: bool, ablations: bool) -> list
             paired = [kernel, baseline, call, baseline]
         others += alone(found)
         if ablations:
-            beside = {NOTHING_OFF: kernel_variant(q, k, v, grouping.permutation)}
+            beside = {NOTHING_OFF: kernel[KERNEL]}
             others += alone(named("attention_kernel", "cuda", beside | ablated(q, k, v, grouping)))
     return PAIRS * paired + PAIRS * [alternating] + others
 

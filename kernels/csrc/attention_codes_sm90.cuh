@@ -8,8 +8,8 @@
 constexpr int FIRST_CODE = EXPCAST ? 0 : -25;
 constexpr float MAX_CODE = 114 - FIRST_CODE;
 constexpr u32 LAST_CODE = 126 - FIRST_CODE;  // E4M3 448; 127 would be NaN
-// Above so many tiles a row's first maximum stands lower, with ExpCast at 94: as it grows, few steps need a new one. Not where a few outliers of the
-// first tile are the maximum (raise_maximum): it would hardly grow, and small probabilities were lost.
+// Above so many tiles a row's first maximum stands lower, with ExpCast at 94: as it grows, few steps need a new one. Not where a few
+// outliers of the first tile are the maximum (raise_maximum): it would hardly grow, and small probabilities were lost.
 constexpr int SHORT_TILES = 32;
 constexpr int ROOM_256THS = 45;  // of MAX_CODE, by which it stands lower
 constexpr u32 OFFSET_SCORE_LIMIT = 0x03ff03ffu;  // 1023, twice: the largest subnormal half, above the largest code for any q_scale

@@ -59,6 +59,13 @@ def timing(monkeypatch, card):
     return timing
 
 
+@pytest.fixture
+def bench(timing):
+    import bench
+
+    return bench
+
+
 def test_calls_of_a_turn_alternate_and_turns_follow_each_other(timing, card):
     calls = {name: card.call(name, seconds) for name, seconds in (("a", 0.01), ("b", 0.02), ("c", 0.03))}
     samples = timing.interleave([{"a": calls["a"], "b": calls["b"]}, {"c": calls["c"]}], 2, 0.06)
@@ -96,9 +103,7 @@ def test_the_queue_is_never_empty_unless_asked(seconds, empty, begins, timing, c
     assert after_lead_in[: len(begins)] == begins
 
 
-def test_factors_are_of_neighbouring_turns(timing):
-    import bench
-
+def test_factors_are_of_neighbouring_turns(bench, timing):
     def turns(*medians):
         return timing.Samples(medians=list(medians))
 
@@ -110,29 +115,24 @@ def test_factors_are_of_neighbouring_turns(timing):
     assert [call[name] for name in ("operation", "factor")] == ["call_over_cudnn", 3.5]
 
 
-def test_kernel_and_call_are_followed_by_the_baseline_each(monkeypatch):
-    import bench
-
-    kernel, call, alternating, other = ({name: len} for name in ("kernel", "call", "alternating", "other"))
+def test_kernel_and_call_are_followed_by_the_baseline_each(bench, monkeypatch):
+    kernel, call, alternating, other = ({name: len} for name in (bench.KERNEL, "call", "alternating", "other"))
     monkeypatch.setattr(bench, "our_turns", lambda *inputs: [kernel, call, alternating, other])
     monkeypatch.setattr(bench.peers, "found", lambda *inputs: {bench.BASELINE: max, "slower": min})
     baseline, peer = {bench.BASELINE_CALL: max}, {("complete_call", "slower", ""): min}
     turns = bench.all_turns(None, None, None, None, quick=False, ablations=False)
     assert turns == [kernel, baseline, call, baseline] * 4 + [alternating] * 4 + [other, peer]
-    monkeypatch.setattr(bench, "kernel_variant", lambda *inputs: sum)
     monkeypatch.setattr(bench, "ablated", lambda *inputs: {"means off": abs})
     grouping = types.SimpleNamespace(permutation=None)
     *_, shipped, off = bench.all_turns(None, None, None, grouping, quick=False, ablations=True)
-    assert shipped == {("attention_kernel", "cuda", "nothing off"): sum}
+    assert shipped == {("attention_kernel", "cuda", "nothing off"): kernel[bench.KERNEL]}
     assert off == {("attention_kernel", "cuda", "means off"): abs}
     assert bench.all_turns(None, None, None, None, quick=True, ablations=True) == [kernel, call] * 4 + [
         alternating
     ] * 4 + [other]
 
 
-def test_shares_are_of_calls_that_alternate():
-    import bench
-
+def test_shares_are_of_calls_that_alternate(bench):
     def timed(operation, settings, ms):
         return {"operation": operation, "settings": settings, "implementation": "cuda", "ms_p50": ms}
 
